@@ -19,14 +19,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
-from rlhf_rollout.engines.vllm.derived import drop_expert_kernels, watch_expert_kernels  # noqa: E402
-from rlhf_rollout.engines.vllm.internals import rotate_heads_on_cpu  # noqa: E402
-from rlhf_rollout.engines.vllm.weights import (  # noqa: E402
+from rlhf_rollout.engines.vllm.derived import (  # noqa: E402
     DirectWrites,
-    _incomplete,
-    _keep_buffers,
-    _untouched,
+    drop_expert_kernels,
+    keep_buffers,
+    watch_expert_kernels,
 )
+from rlhf_rollout.engines.vllm.internals import rotate_heads_on_cpu  # noqa: E402
+from rlhf_rollout.engines.vllm.weights import _incomplete, _untouched  # noqa: E402
 
 OLD = {
     "kept": torch.tensor([1.0, 2.0]),
@@ -55,7 +55,7 @@ def test_persistent_buffers_of_the_same_form_keep_their_values_and_their_loader(
     model = nn.Module()
     model.layer = reloaded()
     model.other = nn.Linear(2, 2)  # vLLM does not load it anew
-    _keep_buffers(model)
+    keep_buffers(model)
     assert model.layer.kept.tolist() == [1.0, 2.0] and model.layer.kept.weight_loader == "loader"
     model.layer.kept.zero_()
     assert OLD["kept"].tolist() == [1.0, 2.0]  # the engine computes with the old one until the layer is complete

@@ -16,12 +16,13 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.sample import rejection_sampler
 
 from engine_testing import Subject, stopped_amid, update
-from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.vllm.core import graph_options
 from rlhf_rollout.engines.vllm.speculation import expand_rows_on_cpu, plan_as_captured
 from rlhf_rollout.protocols import SamplingParams
+from rlhf_rollout.weights.bucket import DRAFT
 
 ALLOWED = range(100, 104)
 UNSEEN = ALLOWED[-1]  # by the prompt
@@ -172,6 +173,38 @@ def test_each_token_has_the_logprob_of_the_weights_that_drew_it(engine, model, m
         first = len(completion.spans[0].token_ids)
         for own, part in zip((model, other), (slice(first), slice(first, None)), strict=True):
             assert np.abs(completion.logprobs - expected(own, completion))[part].max() < BOUND
+
+
+def test_updates_bring_the_weights_of_the_draft_model(tmp_path):
+    """A draft model that gets the policy's weights has all of its tokens accepted, after each update that does so."""
+    paths = [tiny_model_dir(tmp_path / str(seed), initializer_range=0.2, tied=False, seed=seed) for seed in range(3)]
+    policies = [AutoModelForCausalLM.from_pretrained(path).requires_grad_(False) for path in paths]
+    engine = build_engine("vllm", spec(paths[0], draft_model=str(paths[2]), masked_ids=()))
+    weights = [{name: value.numpy() for name, value in each.state_dict().items()} for each in policies]
+
+    def accepted(policy):
+        """Return the share of the drafted tokens that are accepted, where `policy` has the most likely tokens."""
+        [completion] = generate(engine, max_tokens=60, temperature=0.0)
+        ids = np.concatenate([PROMPT, completion.token_ids])
+        likely = policies[policy](torch.tensor(ids, dtype=torch.long)[None]).logits[0].argmax(-1)
+        assert completion.token_ids.tolist() == likely[len(PROMPT) - 1 : -1].tolist()
+        return completion.drafts[2] / completion.drafts[1]
+
+    def send(version, policy, draft):
+        drafted = {DRAFT + name: value for name, value in weights[draft].items()}
+        asyncio.run(update(Subject("vllm", engine, {}, 512), version, weights[policy] | drafted))
+
+    try:
+        assert accepted(0) < 0.5
+        # vLLM's loader loads the first update, and others repeat what it did.
+        for version, (policy, draft, is_same) in enumerate([(0, 0, True), (1, 0, False), (1, 1, True)], 1):
+            send(version, policy, draft)
+            assert (accepted(policy) == 1.0) == is_same
+        del weights[2]["model.norm.weight"]
+        with pytest.raises(WeightSyncError, match=r"draft model: model\.norm\.weight"):
+            send(4, 0, 2)
+    finally:
+        asyncio.run(engine.close())
 
 
 def test_speed_ups_of_single_tokens_are_left_out(engine):

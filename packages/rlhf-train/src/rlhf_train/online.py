@@ -304,8 +304,9 @@ def save_what_is_left(
     run.checkpointer.close(ranks_live=all_live)
 
 
-def save_models(job: OnlineJob, run: Controller, recorder: Recorder, live: Collection[str] = ("critic",)) -> None:
-    """Save the actor and, if the job asks for them, its moving average and the critic, which must be `live`."""
+def save_models(job: OnlineJob, run: Controller, recorder: Recorder, live: Collection[str] | None = None) -> None:
+    """Save the actor, a draft model that was trained, and, if the job asks for them, the actor's moving average and the
+    critic. Of critic and draft model only what is `live`, if that is given."""
     if not job.saves_models:
         return
     run.turns.give_to_trainers()
@@ -313,5 +314,8 @@ def save_models(job: OnlineJob, run: Controller, recorder: Recorder, live: Colle
         run.learner.save("actor", str(recorder.path("final model")))
         if job.ema_beta is not None:
             run.learner.save_average(str(recorder.path("averaged model")))
+        live = job.models.keys() if live is None else live
         if job.save_critic and "critic" in live:
             run.learner.save("critic", str(recorder.path("critic")))
+        if "draft" in live:
+            run.learner.save("draft", str(recorder.path("draft model")))

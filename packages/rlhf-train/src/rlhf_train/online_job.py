@@ -74,6 +74,8 @@ class OnlineJob(LearningSpec, GenerationSpec):
         has_source = self.reward.sources or self.algorithm.uses_teacher or self.agent is not None or self.replay
         if not has_source:
             raise ConfigError("a run learns from rewards, an agent or a teacher, and has none of them")
+        if "draft" in self.models and not self.engine.draft_model:
+            raise ConfigError("a draft model is trained, and engines have none", hint="set ``draft_model``")
         placed = [role for processes in self.plan.trainers for role in processes.roles]
         if sorted(placed) != sorted(self.models):
             raise ConfigError(f"the plan has places for {', '.join(placed)}, the models are {', '.join(self.models)}")

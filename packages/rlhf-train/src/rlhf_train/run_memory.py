@@ -110,7 +110,7 @@ def _trainer(job: OnlineJob, placed: ProcessPlan, mean_response_tokens: float | 
         spec = job.models[role]
         is_base = role == "reference" and "actor" in placed.roles and spec.is_base_of(actor)
         is_adapted = is_base or spec.is_average
-        runs_forward = role != "actor" or job.algorithm.runs_actor
+        runs_forward = role in job.column_roles
         config = _config(spec.path)
         # With a teacher's distributions: the logits, their gradient by the policy loss, and that by the teacher's term.
         distribution = job.algorithm.distribution

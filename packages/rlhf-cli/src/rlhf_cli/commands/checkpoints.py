@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """`rlhf checkpoints RUN_DIR` lists the checkpoints of the run in that folder, of `ppo` or of a command
 over fixed examples: step, metric, size, age, and what is wrong with one that is not whole."""
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_ROLES = ("actor", "critic", "reward")
+_ROLES = ("actor", "critic", "draft", "reward")
 Role = one_of(_ROLES)
 
 
@@ -200,6 +200,9 @@ def _model_spec(options: dict[str, Any], checkpoint: Checkpoint, role: str, may_
         lora = section.adapters(given.get("critic_lora_rank", section.lora_rank))
         rewards = parts(options.get("reward", {}).get("reward_pretrain", ""))
         base = given.get("critic_pretrain") or next(iter(rewards), base)
+    if role == "draft":
+        lora = None
+        base = options.get("engine", {}).get("vllm_draft_model")
     if base is None:
         raise ConfigError(f"the run's {CONFIG_FILE} names no model", hint="put the one of the run into its folder")
     spec = section.spec(model_path(trusted(base, may_run)), {"zero_stage": 0})
@@ -219,7 +222,7 @@ def _check_model(spec: ModelSpec, checkpoint: Checkpoint, role: str) -> None:
 
     load_tokenizer(spec.path)  # is written, too
     check_weights(spec.path)
-    has_values = role != "actor"
+    has_values = role not in ("actor", "draft")
     if has_values:
         check_critic(spec.path)
     model = check_trained_copy(spec.path, spec.dtype, has_values=has_values)

@@ -54,6 +54,8 @@ def make_request(config: PpoConfig) -> PlacementRequest:
         ranks["teacher"] = 0  # it runs the policy
     if config.model.lora_rank and spec.uses_reference:
         ranks["reference"] = 0  # it is the policy without its adapters
+    if config.trains_draft:
+        ranks["draft"] = 0  # its weights follow the policy's on their way to the engines
     return PlacementRequest(
         ranks=ranks,
         num_nodes={role: placement.count(name, "num_nodes") for role, name in (flags | {"reward": "reward"}).items()},
@@ -316,6 +318,10 @@ def _make_models(config: PpoConfig, inputs: Inputs, num_updates: int, num_frozen
         learning = training.optimizer(training.critic_learning_rate, num_updates)
         critic = model.spec(inputs.critic, sharding, learning)
         models["critic"] = replace(critic, lora=model.critic_lora, aux_loss_coef=0.0, routing_replay=False)
+    if config.trains_draft:
+        learning = training.optimizer(training.draft_learning_rate, num_updates - num_frozen_updates)
+        draft = model.spec(model_path(config.engine.vllm_draft_model), sharding, learning)
+        models["draft"] = replace(draft, lora=None, aux_loss_coef=0.0, routing_replay=False)
     if spec.uses_reference:
         models["reference"] = model.spec(inputs.model, sharding)
     for path, role in _teacher_roles(config).items():

@@ -126,6 +126,11 @@ class PpoConfig(Config):
         ahead = self.asynchrony.max_staleness if self.asynchrony.async_train else 0
         return self.reuse.reuse_max_age if self.reuse is not None else ahead
 
+    @property
+    def trains_draft(self) -> bool:
+        """Whether the draft model of the engines is trained along."""
+        return self.training.draft_learning_rate is not None and self.rollout.replay is None
+
     def steps_of_episodes(self, num_prompts: int) -> int:
         """Return the number of steps that --num_episodes passes over `num_prompts` prompts need."""
         return math.ceil(self.training.num_episodes * num_prompts / self.rollout.rollout_batch_size)
@@ -156,6 +161,9 @@ class PpoConfig(Config):
         notices += self.asynchrony.check(given)
         _check_adapters(self)
         notices += _check_training(self, given)
+        if self.trains_draft and self.engine.vllm_draft_model is None:
+            message = "--draft_learning_rate trains the model of --vllm_draft_model, and there is none"
+            raise ConfigError(message, hint="add --vllm_draft_model, or drop --draft_learning_rate")
         notices += _check_staleness(self, given)
         notices += _check_teacher_alone(self, given)
         notices += self.rollout.check_filtering(given, has_model=self.reward.reward_pretrain is not None)
@@ -377,7 +385,7 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     """Return a notice for each option of what a run on recorded rollouts does not start."""
     if config.rollout.replay is None:
         return []
-    unused = [*FILTER_OPTIONS, "difficulty_pool", "adaptive_mix", "reuse_solved"]
+    unused = [*FILTER_OPTIONS, "difficulty_pool", "adaptive_mix", "reuse_solved", "draft_learning_rate"]
     unused += [*_POOL_OPTIONS, *_MIX_OPTIONS, *_REUSE_OPTIONS]
     unused += [
         name

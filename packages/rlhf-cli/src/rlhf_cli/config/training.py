@@ -114,6 +114,12 @@ class PpoTrainingSection(TrainingSection):
     ema_beta: float = flag(0.992, "decay of that average per update", ge=0, lt=1)
     actor_learning_rate: float = flag_of(OptimizerSpec.learning_rate, "peak learning rate of the policy", default=1e-6)
     critic_learning_rate: float = flag_of(OptimizerSpec.learning_rate, "peak learning rate of the critic", default=9e-6)
+    draft_learning_rate: float | None = flag(
+        None,
+        "peak learning rate of --vllm_draft_model, which learns the policy's responses of each step; engines get its"
+        " weights with the policy's, and the run saves it in draft/. None: it stays as it is",
+        gt=0,
+    )
 
 
 class OfflineTrainingSection(TrainingSection):

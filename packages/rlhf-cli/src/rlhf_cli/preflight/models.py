@@ -127,14 +127,26 @@ def check_engine(model_config: Any, *, images: bool = False) -> None:
         check_images(model_config.to_dict())
 
 
-def check_draft_model(config: PpoConfig, model_config: Any, tokenizer: Any) -> None:
-    """Raise ConfigError if --vllm_draft_model is not there, or has another vocabulary than the policy."""
+def check_draft_model(config: PpoConfig, model_config: Any, tokenizer: Any) -> list[str]:
+    """Return the path of --vllm_draft_model if it is trained, else nothing.
+
+    Raises ConfigError if it is not there, has another vocabulary than the policy, or cannot be trained although it is
+    to be.
+    """
     from rlhf_rollout.engines.vllm.speculation import draft_model_dir
 
-    if config.engine.vllm_draft_model is not None:
-        path = model_path(config.engine.vllm_draft_model)
-        with naming("vllm_draft_model"):
-            draft_model_dir(path, model_config.get_text_config().to_dict(), tokenizer)
+    if config.engine.vllm_draft_model is None:
+        return []
+    path = model_path(config.engine.vllm_draft_model)
+    with naming("vllm_draft_model"):
+        draft_model_dir(path, model_config.get_text_config().to_dict(), tokenizer)
+    if not config.trains_draft:
+        return []
+    num_tokens, flags = longest_sequence(config)
+    draft_config = check_companion("vllm_draft_model", config.model, path, tokenizer)
+    check_context(draft_config, num_tokens, f"--vllm_draft_model: {flags}")
+    check_files("vllm_draft_model", config.model, path, has_values=False)
+    return [path]
 
 
 def check_engine_on_device(config: PpoConfig, num_gpus: int) -> None:

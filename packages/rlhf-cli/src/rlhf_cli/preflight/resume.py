@@ -192,6 +192,7 @@ def changed_options(config: Any, folder: Path) -> list[str]:
     after = _options(to_toml(config))
     defaults = _options(to_toml(type(config)()))
     lengths = _ONLINE_LENGTH if "training.num_episodes" in after else _OFFLINE_LENGTH
+    trains_draft = before.get("training.draft_learning_rate") is not None
     notices = []
     for name in sorted(before.keys() | after.keys()):
         old = before.get(name)
@@ -200,7 +201,8 @@ def changed_options(config: Any, folder: Path) -> list[str]:
             continue
         option = name.partition(".")[2]
         change = f"--{option} was {_shown(old)} and is {_shown(new)}"
-        if option in _FIXED:
+        begins_or_ends = option == "draft_learning_rate" and None in (old, new)
+        if option in _FIXED or begins_or_ends or (option == "vllm_draft_model" and trains_draft):
             message = f"{change}, and the checkpoints of {folder} belong to the value it had"
             raise ConfigError(message, hint=f"drop --{option}, or start a new run with another --save_path")
         if option not in lengths:

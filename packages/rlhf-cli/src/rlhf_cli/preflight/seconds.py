@@ -162,10 +162,10 @@ def step_seconds(
     for placed in job.plan.trainers:
         found = {}
         for role in placed.roles:
-            if role != "actor" or job.algorithm.runs_actor:
+            if role in job.column_roles:
                 found[titles.get(role, role)] = rates.column_s + _passes(job, role, trained, lengths, is_trained=False)
             if job.models[role].optimizer is not None:
-                title = "policy training" if role == "actor" else "critic training"
+                title = "policy training" if role == "actor" else f"{role} training"
                 found[title] = _passes(job, role, trained, lengths, is_trained=True)
         phases |= found
         learning.append(sum(found.values()))

@@ -174,7 +174,7 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     vllm_draft_model: str | None = flag(
         None,
         "a smaller model with the policy's vocabulary, a folder or hub name: its most likely tokens are drafts, which"
-        " engines check as with --vllm_speculative; it stays as it is. None: no such drafts",
+        " engines check as with --vllm_speculative. None: no such drafts",
         names_model=True,
     )
     vllm_speculative_tokens: int = flag_of(EngineSpec.speculative_tokens, "tokens per draft at most")

@@ -71,7 +71,8 @@ class EngineSpec:
         speculative: "ngram" has "vllm" draft the tokens that followed the last ones where these stood before, in prompt
             or response, and check them in one pass of the model. Samples have the same distribution. None: no drafts.
         draft_model: folder or hub name of a smaller model with the same vocabulary, whose most likely tokens "vllm"
-            takes for drafts, as with `speculative`. Updates leave its weights as they are. None: no such drafts.
+            takes for drafts, as with `speculative`. Updates change it if they bring its weights, under names that begin
+            with `rlhf_rollout.weights.bucket.DRAFT`. None: no such drafts.
         speculative_tokens: tokens per draft at most.
         skip_patches: speed-ups of vLLM to do without, of `VLLM_PATCHES`: in case that one is suspected of a fault.
         masked_ids: ids of the model's vocabulary that are never sampled, in ascending ranges: log-probs are those of a

@@ -4,7 +4,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from rlhf_data.errors import EngineError, WeightSyncError, nearest
 
 ALIGNMENT_BYTES = 256
+DRAFT = "draft model: "  # before the names of weights of the engine's draft model
 _PAUSE_S = 1.0  # between two tries
 
 T = TypeVar("T")
@@ -64,6 +65,17 @@ class WeightBucket:
     def used_bytes(self) -> int:
         """Bytes from the start of the buffer to the end of its last weight."""
         return max((tensor.place.stop for tensor in self.tensors), default=0)
+
+
+def divided(bucket: WeightBucket) -> tuple[WeightBucket, WeightBucket]:
+    """Return the weights of a bucket without `DRAFT` in their names, and those with it by their names without it.
+
+    Neither part has the checksum, which is that of all of them.
+    """
+    drafted = [slot for slot in bucket.tensors if slot.name.startswith(DRAFT)]
+    own = tuple(slot for slot in bucket.tensors if slot not in drafted)
+    renamed = tuple(replace(slot, name=slot.name.removeprefix(DRAFT)) for slot in drafted)
+    return replace(bucket, tensors=own, checksum=None), replace(bucket, tensors=renamed, checksum=None)
 
 
 def aligned(offset_bytes: int) -> int:

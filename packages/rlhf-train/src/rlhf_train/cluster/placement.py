@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from rlhf_data.errors import ConfigError
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 
-ROLES = ("actor", "critic", "reference", "teacher")
+ROLES = ("actor", "critic", "draft", "reference", "teacher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,11 @@ COLUMNS = (
 
 
 def column_of(role: str) -> str:
-    """Return the column that the model of `role` fills in. All teachers have one, each in the rows that are its own."""
-    return MODEL_COLUMNS["teacher" if is_teacher(role) else role]
+    """Return the column that the model of `role` fills in. All teachers have one, each in the rows that are its own.
+
+    A draft model fills in none, and has a name for what it computes in its updates.
+    """
+    return MODEL_COLUMNS.get("teacher" if is_teacher(role) else role, "logprobs")
 
 
 def columns_of(role: str, spec: AlgorithmSpec) -> dict[str, tuple[int, ...]]:

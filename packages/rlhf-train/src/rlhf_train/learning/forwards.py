@@ -52,8 +52,7 @@ class BlockForwards:
 
     def __init__(self, job: LearningSpec, rank_sets: Sequence[RankSet]) -> None:
         self._job = job
-        runs = [role for role in job.models if role != "actor" or job.algorithm.runs_actor]
-        self._roles = [[role for role in runs if role in ranks.roles] for ranks in rank_sets]
+        self._roles = [[role for role in job.column_roles if role in ranks.roles] for ranks in rank_sets]
         self._sets = list(rank_sets)
         self._trainers = [ranks for ranks in rank_sets if {"actor", "critic"} & set(ranks.roles)]
         batch = job.batch

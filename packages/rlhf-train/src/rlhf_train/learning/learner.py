@@ -189,7 +189,7 @@ class Learner:
         return metrics
 
     def update(self, step: int) -> tuple[dict[str, float], float]:
-        """Update the critic and, after the frozen steps, the actor.
+        """Update the critic and, after the frozen steps, the draft model and the actor.
 
         Models in separate processes train in parallel, unless one at a time has its optimizer states on the device.
 
@@ -198,9 +198,10 @@ class Learner:
             number reveals rollouts that were lost on the way. It is a fraction when only some epochs missed rollouts.
         """
         job = self._job
-        roles = [role for role in ("critic", "actor") if role in self._set_of]
+        roles = [role for role in ("critic", "draft", "actor") if role in self._set_of]
         if step <= job.num_frozen_steps:
-            roles.remove("actor")
+            # Without a new policy no weights are sent, and engines would not have those of the draft model.
+            roles = ["critic"]
         target = job.algorithm.entropy.target
         bonus = self.entropy_coef if target is None else bonus_weight(self.entropy_coef, self._entropy, target=target)
         # A backward pass costs as much as two forward passes.

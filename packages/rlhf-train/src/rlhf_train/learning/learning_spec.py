@@ -24,8 +24,9 @@ class LearningSpec(RunSpec):
     """What is learned, and how.
 
     Attributes:
-        models: role ("actor", "critic", "reference", "teacher") to the settings of its model. The algorithm decides
-            which of the last three there are. Further teachers have the roles of `teacher_role`.
+        models: role ("actor", "critic", "reference", "teacher", "draft") to the settings of its model. The algorithm
+            decides which of critic, reference and teacher there are. Further teachers have the roles of `teacher_role`.
+            A "draft" is the draft model of the engines, trained along in the actor's processes.
         teachers: data source to the role of its teacher, "" for all other sources; empty for one teacher of all.
         trainer_sleep: optimizer states and frozen models are in host memory while engines generate. Meanwhile, and
             while models run without gradients, no optimizer states are on the device; policy and critic have theirs
@@ -71,6 +72,12 @@ class LearningSpec(RunSpec):
         assert sources is not None
         owners = [self.teacher_of(sources[rollout.group_id]) for rollout in rollouts]
         return {role: [row for row, own in enumerate(owners) if own == role] for role in self.teacher_roles}
+
+    @property
+    def column_roles(self) -> list[str]:
+        """The models that compute something of the rollouts before the update."""
+        runs = [role for role in self.models if role != "draft"]
+        return runs if self.algorithm.runs_actor else [role for role in runs if role != "actor"]
 
     @property
     def pack_tokens(self) -> int:

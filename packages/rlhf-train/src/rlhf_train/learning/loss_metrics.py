@@ -56,6 +56,22 @@ def critic_loss(
     return loss, {"value/loss": Sum(loss.detach()), "value/mean": masked_mean(values, mask)}
 
 
+def draft_loss(logprobs: Tensor, mask: Tensor, denominators: Denominators) -> tuple[Tensor, dict[str, Metric]]:
+    """Return this micro-batch's share of the update's loss of a draft model, and metrics.
+
+    It is the cross-entropy of the policy's samples, mean over tokens. In expectation over samples of the policy p, it
+    is KL(p || draft) plus the entropy of p, on which the draft model has no influence: its gradient is that of the
+    forward KL (Online Speculative Decoding, arXiv:2310.07177). Where a token was sampled by older weights, p is theirs.
+
+    Args:
+        logprobs: [B, T] float, nats, of the rollouts' tokens from the draft model; carry the gradient.
+        mask: [B, T] bool, tokens that the policy sampled.
+        denominators: of the whole update.
+    """
+    loss = token_mean(-logprobs, mask, denominators)
+    return loss, {"draft/loss": Sum(loss.detach())}
+
+
 def policy_metrics(sums: Tensor, spec: AlgorithmSpec, own: Mapping[str, Tensor] | None = None) -> dict[str, Metric]:
     """Return the metrics of a micro-batch from the sums of `packed_policy_loss`, [8] float, named by `POLICY_METRICS`.
 
@@ -91,7 +107,7 @@ def update_metrics(
     """Return the metrics of one update of `role` on one shard.
 
     Args:
-        role: "actor" or "critic".
+        role: "actor", "critic" or "draft".
         parts: of the shard's micro-batches.
         stats: of the optimizer.
         num_rollouts: of the shard, trained or not.

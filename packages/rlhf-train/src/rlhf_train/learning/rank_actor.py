@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlhf_rollout.host import collection_paused, free_port
 from rlhf_rollout.ray_actors import RayEngine, node_address, prepare_process
+from rlhf_rollout.weights.bucket import DRAFT
 from rlhf_train.cluster.ray_session import DeviceMemoryError
 from rlhf_train.run.watch import stacks_written
 from rlhf_train.specs import ModelSpec
@@ -153,12 +155,16 @@ class RankActor:
     def send_weights(self, engines: Mapping[int, RayEngine], policy_version: int) -> tuple[int, dict[int, str]]:
         """Send the actor's weights, or its adapters alone, to `engines`, which have numbers. Collective.
 
+        Weights of a draft model that is trained along follow.
+
         Returns the weights' size in bytes, 0 without engines, and why engines failed, by number. A rank without engines
         only takes part in gathering the weights.
         """
         with WORK.doing(f"send_weights of version {policy_version}"):
             actor = self._worker.engines["actor"]
             weights = actor.named_adapters() if self._sends_adapters else actor.named_weights()
+            if (draft := self._worker.engines.get("draft")) is not None:
+                weights = chain(weights, ((DRAFT + name, weight) for name, weight in draft.named_weights()))
             if not engines:
                 for _ in weights:
                     pass

@@ -136,7 +136,7 @@ def run_passes(
     algorithm = job.algorithm
     columns, plan = made_up_step(job, most_tokens=most_tokens)
     worker.load_rollouts(columns, plan)
-    run = [role for role in job.models if role != "actor" or algorithm.runs_actor]
+    run = job.column_roles
     filled = {name: more for role in run for name, more in columns_of(role, algorithm).items()}
     if "actor" not in roles:
         filled["returns"] = ()

@@ -28,7 +28,14 @@ from rlhf_train.learning.advantages import advantages_and_returns, values_before
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience, column_of
 from rlhf_train.learning.learning_spec import is_teacher
-from rlhf_train.learning.loss_metrics import critic_loss, masked_mean, policy_metrics, teacher_metrics, update_metrics
+from rlhf_train.learning.loss_metrics import (
+    critic_loss,
+    draft_loss,
+    masked_mean,
+    policy_metrics,
+    teacher_metrics,
+    update_metrics,
+)
 from rlhf_train.learning.micro_batches import lay_out, policy_stream, read_ahead, recounted, teacher_term, token_batch
 from rlhf_train.learning.trained_tokens import (
     Pass,
@@ -81,7 +88,8 @@ class TrainWorker:
         """Join the rank set and load the models. Collective.
 
         Args:
-            models: role ("actor", "critic", "reference" or one of `teacher_role`) to the settings of its model.
+            models: role ("actor", "critic", "draft", "reference" or one of `teacher_role`) to the settings of its
+                model.
             algorithm: what is optimized.
             temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
             rank, num_ranks: number of this process in its rank set, from 0, and of processes there.
@@ -235,7 +243,7 @@ class TrainWorker:
         """Train `role` on the shard, one update per mini-batch and epoch. Collective.
 
         Args:
-            role: "actor" or "critic".
+            role: "actor", "critic" or "draft".
             max_epochs: passes over the shard.
             seed: of the order of mini-batches, which differs between epochs.
             kl_coef, entropy_coef: weights in the actor's loss, of a KL that is a term there and of a bonus that adapts.
@@ -320,6 +328,8 @@ class TrainWorker:
         if role == "actor":
             return self._actor_loss(rows, denominators, objective, is_first)
         outputs, mask = self._forward(role, rows)
+        if role == "draft":
+            return draft_loss(outputs[column_of(role)], mask, denominators)
         columns = self._experience.columns
         inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
         return critic_loss(outputs["values"], mask, inputs, self._algorithm, denominators)

@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-METRIC_PREFIXES = {"actor": "policy", "critic": "value"}  # of the metrics of a model's updates
+METRIC_PREFIXES = {"actor": "policy", "critic": "value", "draft": "draft"}  # of the metrics of a model's updates
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,17 @@ def load_model(kind: str, spec: ModelSpec) -> torch.nn.Module:
     """Return the model to train, with new adapters if `spec.lora` is given, and ready to be given experts.
 
     Args:
-        kind: "actor" for a language model, "reward" for a model that returns a score, "critic" for one with values.
+        kind: "actor" and "draft" for a language model, "reward" for a model that returns a score, "critic" for one with
+            values.
         spec: its settings.
 
     Raises:
         ConfigError: it cannot be loaded, or what training makes of it could not be saved.
     """
-    loaders = {"actor": load_actor, "reward": _load_reward_model, "critic": load_critic}
+    loaders = {"actor": load_actor, "draft": load_actor, "reward": _load_reward_model, "critic": load_critic}
     model = loaders[kind](spec.path, gradient_checkpointing=spec.gradient_checkpointing, **spec.load_options)
     check_saves(model)
-    if kind == "actor":
+    if kind in ("actor", "draft"):
         model.mask_ids(spec.masked_ids)
     if spec.lora is not None:
         add_lora(model, spec.lora)

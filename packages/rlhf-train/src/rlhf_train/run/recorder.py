@@ -39,6 +39,7 @@ ARTIFACTS: Mapping[str, str] = {
     "best model": "best_model",
     "averaged model": "ema_model",
     "critic": "critic",
+    "draft model": "draft",
     "checkpoints": FOLDER,
     "timeline": "timeline.json",
     "log": "log.txt",

@@ -1,9 +1,18 @@
-"""What layers of vLLM keep beside their weights and derive from them: kernels of experts, and other tensors."""
+"""What vLLM leaves to do for layers that get new weights: kernels of experts, buffers, packed copies, direct copies."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from rlhf_rollout.engines.vllm.names import (
+    CopyCounter,
+    VocabParallelEmbedding,
+    get_layerwise_info,
+    make_online_process_loader,
+)
 
 
 def expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any, Any]]:
@@ -34,6 +43,71 @@ def watch_expert_kernels(model: torch.nn.Module) -> None:
         capture = getattr(method, "rlhf_capture_fn", None)
         if capture is not None and method.moe_kernel is not None:
             method.moe_kernel.fused_experts.set_capture_fn(capture)
+
+
+def keep_buffers(model: torch.nn.Module) -> None:
+    """Give layers that are about to be loaded the values of their persistent buffers.
+
+    vLLM would make new ones, whose values are arbitrary until a weight brings them, and not every checkpoint has them.
+    """
+    for layer in model.modules():
+        for name, old in (get_layerwise_info(layer).kernel_tensors or ({}, {}))[1].items():
+            new = layer._buffers.get(name)
+            is_kept = new is not None and new.is_meta and name not in layer._non_persistent_buffers_set
+            if is_kept and (new.shape, new.dtype) == (old.shape, old.dtype):
+                layer._buffers[name] = kept = old.detach().clone()
+                kept.__dict__.update(new.__dict__)  # how the loader writes it
+
+
+def repack_cpu_heads(model: torch.nn.Module) -> None:
+    """Pack embeddings that are also the output head again: on a CPU a reload does not change their packed copy."""
+    from rlhf_rollout.engines.vllm.names import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class DirectWrites(TorchFunctionMode):
+    """While it is entered, copies into parameters reach the layers that wait for their weights.
+
+    vLLM waits for what the `weight_loader` of a parameter is given; the parameters themselves are on the meta device.
+    The classes of gpt-oss and MiMo-V2 copy experts and sinks of attention into the parameters, without their loader,
+    so that the layers would keep the weights that they had.
+
+    Args:
+        model: whose layers vLLM has prepared for an update.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._owners: dict[int, tuple[torch.nn.Module, str, torch.Tensor]] = {}
+        for layer in model.modules():
+            for name, tensor in (layer._parameters | layer._buffers).items():
+                if tensor is not None and tensor.is_meta:
+                    self._owners[id(tensor)] = (layer, name, tensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give what is copied into a parameter to the loader of its layer."""
+        if func in (torch.Tensor.copy_, torch.Tensor.data.__get__) and id(args[0]) in self._owners:
+            layer, name, tensor = self._owners[id(args[0])]
+            # A loader that vLLM calls to count elements copies as well. A layer that is complete has new parameters.
+            is_direct = not _is_counting() and getattr(layer, name, None) is tensor
+            if is_direct and get_layerwise_info(layer).can_load():
+                if func is torch.Tensor.copy_:
+                    tensor.weight_loader = _copy
+                    tensor.weight_loader = make_online_process_loader(layer, name)
+                    tensor.weight_loader(tensor, args[1])
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
+def _copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def _is_counting() -> bool:
+    return any(isinstance(mode, CopyCounter) for mode in _get_current_dispatch_mode_stack())
 
 
 def holds_more_than_weights(model: torch.nn.Module) -> bool:

@@ -19,6 +19,7 @@ from rlhf_rollout.private_names import missing
 from rlhf_rollout.protocols import SamplingParams
 
 NAMES = {
+    "vllm.v1.spec_decode.draft_model:DraftModelProposer": ("_create_draft_vllm_config",),
     "vllm.v1.core.sched.scheduler:Scheduler": ("make_spec_decoding_stats",),
     "vllm.v1.sample.rejection_sampler": ("apply_sampling_constraints", "expand_batch_to_tokens"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_build_attention_metadata", "get_draft_model"),

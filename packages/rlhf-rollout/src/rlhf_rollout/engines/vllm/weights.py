@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rlhf_data.errors import EngineError, RlhfError, WeightSyncError
 from rlhf_rollout.engines.model_files import checkpoint_shapes
 from rlhf_rollout.engines.vllm.derived import (
+    DirectWrites,
     drop_expert_kernels,
     expert_kernels,
     holds_more_than_weights,
+    keep_buffers,
+    repack_cpu_heads,
     watch_expert_kernels,
 )
 from rlhf_rollout.engines.vllm.internals import SETTINGS
 from rlhf_rollout.engines.vllm.names import (
     AttentionLayerBase,
-    CopyCounter,
     VocabParallelEmbedding,
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -33,13 +33,12 @@ from rlhf_rollout.engines.vllm.names import (
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
-    make_online_process_loader,
     set_current_vllm_config,
 )
 from rlhf_rollout.engines.vllm.patches import load
 from rlhf_rollout.engines.vllm.patches.copies import CopyRecord, CopyRecorder, Target
 from rlhf_rollout.weights import MEDIA
-from rlhf_rollout.weights.bucket import TensorSlot, WeightBucket, check_tensor
+from rlhf_rollout.weights.bucket import DRAFT, TensorSlot, WeightBucket, check_tensor, divided
 from rlhf_rollout.weights.reader import BucketReader
 
 logger = logging.getLogger(__name__)
@@ -74,15 +73,23 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         missing: weights that did not arrive in the last update.
         kept: layers that have their old weights after it, though all weights arrived.
         num_repeated: weights of the update that were loaded by the record.
+        draft: loads the weights of the draft model, whose names begin with `DRAFT`, if updates may bring any.
     """
 
     init_info_cls = BucketInitInfo
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        config: Any,
+        vllm_config: Any,
+        device: torch.device,
+        model: torch.nn.Module,
+        reader: BucketReader | None = None,
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._reader = BucketReader(BACKENDS[config.backend], device)
+        self._reader = reader or BucketReader(BACKENDS[config.backend], device)
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._received: set[str] = set()
         self._recorder: CopyRecorder | None = None
@@ -98,6 +105,13 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
         self.missing: list[str] = []
         self.kept: list[str] = []
         self.num_repeated = 0
+        self.draft: BucketTransferEngine | None = None
+        self._draft_arrives = False
+
+    def take_draft(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        """Load weights of the draft model, too, from now on. `vllm_config` is that of the draft model."""
+        # A buffer may hold weights of both, and is opened once.
+        self.draft = BucketTransferEngine(self.config, vllm_config, self.device, model, self._reader)
 
     @property
     def has_record(self) -> bool:
@@ -109,6 +123,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
     def start_weight_update(self) -> None:
         """Prepare the layers for weights in checkpoint format."""
+        self._draft_arrives = False
         self._received = set()
         self._misfit = None
         self.num_repeated = 0
@@ -119,7 +134,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
             return
         with self._loading():
             initialize_layerwise_reload(self.model)
-            _keep_buffers(self.model)
+            keep_buffers(self.model)
         self._direct_writes = DirectWrites(self.model)
         if current_platform.is_cpu():
             drop_expert_kernels(self.model)
@@ -132,7 +147,20 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load one bucket. Raises WeightSyncError before the model changes when a name or shape does not fit."""
-        bucket = update_info.bucket
+        own, drafted = divided(update_info.bucket)
+        if self.draft is None or not drafted.tensors:
+            self.load_bucket(update_info.bucket)
+            return
+        self._reader.view(update_info.bucket)  # which compares the checksum
+        if own.tensors:
+            self.load_bucket(own)
+        if not self._draft_arrives:
+            self._draft_arrives = True
+            self.draft.start_weight_update()
+        self.draft.load_bucket(drafted)
+
+    def load_bucket(self, bucket: WeightBucket) -> None:
+        """Load a bucket whose weights are all of this model. Raises as `receive_weights`."""
         self._check(bucket)
         unknown = self._unknown(bucket)
         with self._loading():
@@ -146,6 +174,17 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
     def finish_weight_update(self) -> None:
         """Put the weights in force; `missing` and `kept` then list what the update did not bring."""
         try:
+            self.put_in_force()
+            if self.draft is not None and self._draft_arrives:
+                self.draft.put_in_force()
+                self.missing += [DRAFT + name for name in self.draft.missing]
+                self.kept += [DRAFT + name for name in self.draft.kept]
+        finally:
+            self._reader.end_update()
+
+    def put_in_force(self) -> None:
+        """Do as `finish_weight_update` for this model alone, and keep the sender's memory open."""
+        try:
             with self._loading():
                 self.missing = self._find_missing()
                 # A record was made of an update that reached all layers.
@@ -155,7 +194,7 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                 else:
                     finalize_layerwise_reload(self.model, self.model_config)
                     if current_platform.is_cpu():
-                        _repack_cpu_heads(self.model)
+                        repack_cpu_heads(self.model)
                         watch_expert_kernels(self.model)
                     # CUDA graphs read memory of the kernels that they were captured with, and those read the parameters
                     # that have the new weights. vLLM makes new kernels for experts in FP8.
@@ -164,7 +203,6 @@ class BucketTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo
                     self._end_recording()
         finally:
             self._recorder = self._check_in_place = self._direct_writes = None
-            self._reader.end_update()
         if self._misfit is not None:
             self._forget(self._misfit)
 
@@ -292,20 +330,6 @@ def _targets(model: torch.nn.Module) -> dict[Target, torch.Tensor]:
     }
 
 
-def _keep_buffers(model: torch.nn.Module) -> None:
-    """Give layers that are about to be loaded the values of their persistent buffers.
-
-    vLLM would make new ones, whose values are arbitrary until a weight brings them, and not every checkpoint has them.
-    """
-    for layer in model.modules():
-        for name, old in (get_layerwise_info(layer).kernel_tensors or ({}, {}))[1].items():
-            new = layer._buffers.get(name)
-            is_kept = new is not None and new.is_meta and name not in layer._non_persistent_buffers_set
-            if is_kept and (new.shape, new.dtype) == (old.shape, old.dtype):
-                layer._buffers[name] = kept = old.detach().clone()
-                kept.__dict__.update(new.__dict__)  # how the loader writes it
-
-
 def _incomplete(layer: torch.nn.Module) -> bool:
     """Return whether the layer still waits for elements of its own parameters."""
     info = get_layerwise_info(layer)
@@ -343,57 +367,6 @@ def _memory(layer: torch.nn.Module) -> set[int]:
     tensors = layer._parameters if kernel_tensors is None else kernel_tensors[0]
     # A layer that has packed its weights for a CPU has an empty parameter.
     return {tensor.data_ptr() for tensor in tensors.values() if tensor is not None and tensor.numel() > 0}
-
-
-def _repack_cpu_heads(model: torch.nn.Module) -> None:
-    """Pack embeddings that are also the output head again: on a CPU a reload does not change their packed copy."""
-    from rlhf_rollout.engines.vllm.names import dispatch_cpu_unquantized_gemm
-
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-class DirectWrites(TorchFunctionMode):
-    """While it is entered, copies into parameters reach the layers that wait for their weights.
-
-    vLLM waits for what the `weight_loader` of a parameter is given; the parameters themselves are on the meta device.
-    The classes of gpt-oss and MiMo-V2 copy experts and sinks of attention into the parameters, without their loader,
-    so that the layers would keep the weights that they had.
-
-    Args:
-        model: whose layers vLLM has prepared for an update.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self._owners: dict[int, tuple[torch.nn.Module, str, torch.Tensor]] = {}
-        for layer in model.modules():
-            for name, tensor in (layer._parameters | layer._buffers).items():
-                if tensor is not None and tensor.is_meta:
-                    self._owners[id(tensor)] = (layer, name, tensor)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give what is copied into a parameter to the loader of its layer."""
-        if func in (torch.Tensor.copy_, torch.Tensor.data.__get__) and id(args[0]) in self._owners:
-            layer, name, tensor = self._owners[id(args[0])]
-            # A loader that vLLM calls to count elements copies as well. A layer that is complete has new parameters.
-            is_direct = not _is_counting() and getattr(layer, name, None) is tensor
-            if is_direct and get_layerwise_info(layer).can_load():
-                if func is torch.Tensor.copy_:
-                    tensor.weight_loader = _copy
-                    tensor.weight_loader = make_online_process_loader(layer, name)
-                    tensor.weight_loader(tensor, args[1])
-                return tensor
-        return func(*args, **(kwargs or {}))
-
-
-def _copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-    param.data.copy_(loaded_weight)
-
-
-def _is_counting() -> bool:
-    return any(isinstance(mode, CopyCounter) for mode in _get_current_dispatch_mode_stack())
 
 
 class BucketWorkerExtension:
