@@ -19,7 +19,7 @@ from rlhf_train.batching import BatchSizes
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.run.checkpoint import write_receipt
-from rlhf_train.run.metrics import Mean, Sum
+from rlhf_train.run.metrics import METRIC_PREFIXES, Mean, Sum
 from rlhf_train.run.observer import Observer
 from rlhf_train.run.rank_state import file_name
 from rlhf_train.run.recorder import Recorder
@@ -251,8 +251,7 @@ class LoggedRanks(RankSet):
         name = method.__name__
         self.log.append((self.roles, *arguments))
         if name == "update":
-            prefix = {"actor": "policy", "critic": "value"}[arguments[0]]
-            return [{f"{prefix}/rollout_passes": Sum(3.0)} for _ in self.handles]
+            return [{f"{METRIC_PREFIXES[arguments[0]]}/rollout_passes": Sum(3.0)} for _ in self.handles]
         if name == "export_columns":
             return [f"part {rank}" for rank in self.handles]
         if name == "peak_memory_bytes":

@@ -77,6 +77,11 @@ TABLE = [
         "drop one of them",
     ),
     (
+        "ppo --draft_learning_rate 1e-5",
+        "error: --draft_learning_rate trains the model of --vllm_draft_model, and there is none",
+        "add --vllm_draft_model, or drop --draft_learning_rate",
+    ),
+    (
         "ppo --vllm_speculative ngram --lora_sync adapter --lora_rank 8",
         "error: --vllm_speculative ngram is not tested with --lora_rank",
         "drop one of them",

@@ -175,10 +175,12 @@ def test_export_gives_the_model_that_the_run_saved(home, tmp_path, capsys):
 
 
 def test_export_puts_the_parts_of_several_ranks_together(tmp_path):
-    """Each weight of an actor and a critic is cut into uneven parts, which three ranks wrote."""
+    """Each weight of an actor, its draft model and a critic is cut into uneven parts, which three ranks wrote."""
     run = tmp_path / "run"
     base = tiny_model_dir(tmp_path / "base")
+    drafts = tiny_model_dir(tmp_path / "drafts", num_hidden_layers=1)
     models = {"actor": load_actor(base, dtype="float32"), "critic": load_critic(base, dtype="float32")}
+    models["draft"] = load_actor(drafts, dtype="float32")
     checkpoints = Checkpoints(run / "checkpoints")
     staging = checkpoints.begin(4)
     names = []
@@ -195,12 +197,14 @@ def test_export_puts_the_parts_of_several_ranks_together(tmp_path):
             shard.write(staging / names[-1])
             write_receipt(staging / names[-1])
     checkpoints.commit(4, {}, names, None)
-    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n\n[reward]\n')
+    (run / "config.toml").write_text(f'[model]\npretrain = "{base}"\n\n[engine]\nvllm_draft_model = "{drafts}"\n')
     words = ["checkpoints", str(run), "--export", "4", "--output_path"]
     assert main([*words, str(tmp_path / "actor")]) == 0
-    assert main([*words, str(tmp_path / "critic"), "--role", "critic"]) == 0
+    for role in ("critic", "draft"):
+        assert main([*words, str(tmp_path / role), "--role", role]) == 0
     loaded = {
         "actor": load_actor(tmp_path / "actor", dtype="float32"),
+        "draft": load_actor(tmp_path / "draft", dtype="float32"),
         "critic": load_critic(tmp_path / "critic", dtype="float32"),
     }
     for role, model in models.items():

@@ -99,6 +99,19 @@ def test_draft_model_has_its_weights_on_the_gpus_of_engines(planner):
     assert drafted["weights"] == alone["weights"] + 2 * WEIGHTS["qwen2.5-1.5b"]
 
 
+def test_draft_model_that_is_trained_has_its_states_where_the_policy_is_trained(planner):
+    drafts = ["--vllm_draft_model", "qwen2.5-1.5b"]
+    plan_of = planner(1)
+    plans = [plan_of(model("qwen2.5-7b", 1, *drafts, *more)) for more in ([], ["--draft_learning_rate", "1e-5"])]
+    [placed] = plans[1].job.plan.trainers
+    assert placed.roles == ("actor", "draft")
+    frozen, trained = (plan.memory.needs[placed.name].items for plan in plans)
+    weights = WEIGHTS["qwen2.5-1.5b"]
+    assert trained["weights"] - frozen["weights"] == 2 * weights
+    for name, size in {"gradients": 4, "master weights": 4, "moments": 8}.items():
+        assert trained[name] - frozen[name] == size * weights
+
+
 def test_each_teacher_is_counted_and_its_distributions_are_kept_for_all_rollouts(planner):
     plan = planner(8)
     one, two = (

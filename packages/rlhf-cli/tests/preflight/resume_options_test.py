@@ -204,6 +204,22 @@ def test_module_with_openrlhfs_name_resumes_with_the_folder_alone(tmp_path, line
     assert line.parse(["--openrlhf", "--resume", str(run)]).config.model.pretrain == "builtin"
 
 
+def test_a_draft_model_that_is_trained_stays_the_one_of_the_run(tmp_path):
+    named = {each: ["--vllm_draft_model", each] for each in "ab"}
+    rates = {rate: ["--draft_learning_rate", rate] for rate in ("1e-4", "1e-3")}
+    trained = written(tmp_path / "trained", *named["a"], *rates["1e-4"])
+    frozen = written(tmp_path / "frozen", *named["a"])
+    for run, flags in (
+        (trained, [*named["b"], *rates["1e-4"]]),
+        (trained, named["a"]),
+        (frozen, [*named["a"], *rates["1e-4"]]),
+    ):
+        with pytest.raises(ConfigError, match=r"and the checkpoints of (.|\n)*hint: drop --"):
+            changed_options(parse(*flags).config, run)
+    assert len(changed_options(parse(*named["a"], *rates["1e-3"]).config, trained)) == 1
+    assert len(changed_options(parse(*named["b"]).config, frozen)) == 1
+
+
 def test_run_on_fixed_examples_takes_its_options_too_and_keeps_its_examples(tmp_path):
     line = COMMANDS["sft"].command_line
     words = ["--pretrain", "builtin", "--dataset", "a.jsonl", "--save_steps", "5"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_rollout.weights import ipc, source
+from rlhf_rollout.weights.bucket import DRAFT
 from rlhf_train.learning import worker
 from rlhf_train.learning.rank_actor import RankActor
 
@@ -111,3 +112,6 @@ def test_weights_go_to_numbered_engines_and_a_rank_without_engines_gathers_them_
     assert own.name == "send_weights of version 3" and own.begin_s <= first.begin_s == second.begin_s <= own.end_s
     assert (first.track, first.end_s, first.args) == (("engine 4", "weights from rank 2"), 5e9, {"bytes": 12})
     assert (second.track, second.args) == (("engine 7", "weights from rank 2"), {"bytes": 12, "failed": "late"})
+    rank._worker.engines["draft"] = SimpleNamespace(named_weights=lambda: iter([("w", 2)]))
+    rank.send_weights({4: one, 7: other}, 4)
+    assert sent.pop()[0] == [("w", 1), (f"{DRAFT}w", 2)]
