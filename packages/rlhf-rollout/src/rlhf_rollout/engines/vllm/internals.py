@@ -102,7 +102,7 @@ ADAPTERS: Mapping[str, tuple[str, ...]] = {  # of engines that take adapters in 
 # Methods of vLLM's worker, which each process of an engine imports.
 WORKER = ("compile_or_warm_up_model", "determine_available_memory", "get_kv_cache_spec", "get_model", "load_model")
 ADAPTERS_ON_CPU: Mapping[str, tuple[str, ...]] = {
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": ("add_lora_linear",),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": ("add_lora_linear", "token_lora_indices"),
 }
 # Attributes of a worker's manager of adapters.
 ADAPTER_MANAGER = ("_adapter_manager.model", "_adapter_manager.modules", "_adapter_manager.packed_modules", "device")
