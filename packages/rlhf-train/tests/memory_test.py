@@ -212,6 +212,22 @@ def test_a_token_goes_through_some_of_the_experts() -> None:
     assert items(whole, num_ranks=4, name="Qwen3-30B-A3B")["moments"] == moments
 
 
+def test_ranks_of_an_expert_group_divide_the_experts() -> None:
+    # 48 layers with 128 experts of 3 * 2048 * 768; half of them on each rank, with states shared out over all of 8.
+    experts = 48 * 128 * 3 * 2048 * 768
+    config = config_of("Qwen3-30B-A3B")
+    total = count_parameters(config).total
+    spec = replace(BF16, torch_compile="off", zero_stage=1, expert_parallel_size=2)
+    found = trainer_memory([Model(config, spec)], W1, 8).items
+    own = total - experts // 2
+    names = ("weights", "gradients", "master weights", "moments")
+    assert [found[name] for name in names] == [2 * own, 4 * own, 4 * -(-total // 8), 8 * -(-total // 8)]
+    whole = trainer_memory([Model(config, replace(spec, expert_parallel_size=1))], W1, 8).items
+    assert whole["weights"] - found["weights"] == experts
+    frozen = trainer_memory([Model(config, replace(spec, optimizer=None))], W1, 8).items
+    assert frozen["frozen weights"] == 2 * own
+
+
 def test_layers_with_experts_and_without_keep_each_what_is_its_own() -> None:
     # A token keeps in each layer 2 bytes * (4 * 128 + 2 * 32 * (4 + 2)), and of an MLP 2 bytes * 3 * 384. In the second
     # and the sixth layer it keeps 2 bytes * (3 * (2 * 24 + 40) + 2 * 2 * 128) of two experts and the shared one.

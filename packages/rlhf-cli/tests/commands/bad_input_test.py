@@ -146,6 +146,11 @@ TABLE = [
         "use 2|drop it",
     ),
     (
+        "ppo --expert_parallel_size 2 --dry_run",
+        "error: --expert_parallel_size 2 divides the experts of each layer, and a qwen2 model has none",
+        "drop it",
+    ),
+    (
         f"{SFT} --adam_offload",
         "error: --adam_offload is for AdamW on bfloat16 weights, .*: weights are float32",
         "add --bf16",

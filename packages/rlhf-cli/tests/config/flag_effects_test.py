@@ -47,6 +47,13 @@ REACHES = [
         "models.reference.tensor_parallel_size",
         2,
     ),
+    (
+        "expert_parallel_size",
+        "2",
+        "--colocate_all_models --actor_num_gpus_per_node 4",
+        "models.reference.expert_parallel_size",
+        2,
+    ),
     ("image_key", "i", "--apply_chat_template", "models.reference.images", "trained"),
     ("image_key", "i", "--apply_chat_template", "engine.images", True),
     ("freeze_visual_encoder", "", "--apply_chat_template --image_key i", "models.critic.images", "frozen"),

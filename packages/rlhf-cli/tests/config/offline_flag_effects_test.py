@@ -59,6 +59,8 @@ REACHES = [
         "reference.tensor_parallel_size",
         2,
     ),
+    ("sft", "expert_parallel_size", "2", "--pretrain MOE", "model.expert_parallel_size", 2),
+    ("dpo", "expert_parallel_size", "2", "--pretrain MOE --ref_pretrain MOE", "reference.expert_parallel_size", 2),
     ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
     ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "aux_loss_coef", "0.01", "--pretrain MOE", "model.aux_loss_coef", 0.01),
@@ -223,7 +225,7 @@ def part_of(folder: Path, job, tokenizer, name: str):
 def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, words, others, part, expected):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     argv = f"--pretrain TINY --dataset x.jsonl --max_len 64 {NEEDED.get(command, '')} {others} --{flag} {words}".split()
-    if flag in ("sequence_parallel_size", "ds_tensor_parallel_size", "zpg"):
+    if flag in ("sequence_parallel_size", "ds_tensor_parallel_size", "expert_parallel_size", "zpg"):
         monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
     made = COMMANDS[command]
     parsed = CommandLine(config=made.config, prog="").parse(argv)

@@ -70,6 +70,7 @@ class Parameters:
 
     Attributes:
         matrices: in the layers, experts and routers included.
+        experts: the part of `matrices` in experts that tokens are routed to.
         others: embedding, head, norms and biases.
         largest: of the largest single weight, an expert counting by itself.
     """
@@ -77,6 +78,7 @@ class Parameters:
     matrices: int
     others: int
     largest: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
@@ -170,17 +172,19 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
     if not kind.startswith("qwen2") and getattr(config, "attention_bias", False):
         vectors += hidden  # of the output
     matrices = 0
+    experts = 0
     biases = 0
     largest = sizes.vocab * hidden
     for mlp, count in mlps_of(config).items():
         of_layer = sum(rows * columns for rows, columns in linears_of(config, mlp).values())
-        of_layer += mlp.num_experts * hidden * (3 * mlp.width + 1)
-        matrices += count * of_layer
+        of_experts = mlp.num_experts * hidden * 3 * mlp.width
+        experts += count * of_experts
+        matrices += count * (of_layer + of_experts + mlp.num_experts * hidden)
         biases += count * (2 * mlp.width + hidden) * bool(getattr(config, "mlp_bias", False))
         largest = max(largest, hidden * mlp.width)
     num_tables = 1 + (has_head and not is_tied)
     others = sizes.num_layers * vectors + biases + num_tables * sizes.vocab * hidden + hidden
-    return Parameters(matrices, others + (0 if has_head else hidden), largest)
+    return Parameters(matrices, others + (0 if has_head else hidden), largest, experts)
 
 
 def linears_of(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:

@@ -151,8 +151,9 @@ def trainer_memory(
     one of them at a time.
 
     With `ModelSpec.tensor_parallel_size` of P, n has 1 / P of the matrices of layers, and R is the number of ranks that
-    have the same part. Muon has 4 instead of 8 for matrices of layers, and `OptimizerSpec.bf16_moments` for all
-    weights. With `OptimizerSpec.offload`, master weights and moments are 0. At ZeRO 3 there is a bucket of 5e8
+    have the same part. With `ModelSpec.expert_parallel_size` of P, weights and gradients have 1 / P of the experts, and
+    what is divided by R is as without. Muon has 4 instead of 8 for matrices of layers, and `OptimizerSpec.bf16_moments`
+    for all weights. With `OptimizerSpec.offload`, master weights and moments are 0. At ZeRO 3 there is a bucket of 5e8
     gradients, too, in the type in which ranks add up, and with `ModelSpec.zpg` of Z a second copy of the weights,
     divided by Z. A frozen model has weights only, divided by R at ZeRO 3 (and the second copy), and with
     `ModelSpec.offload` only while it runs.
@@ -207,10 +208,13 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     if spec.is_in_4bit:
         saved = round((item - PACKED_BYTES) * count_linear_weights(model.config))
     is_float32 = spec.dtype == "float32"
+    divides_experts = spec.expert_parallel_size > 1
     moments_item = 4 if optimizer.bf16_moments else 8  # bytes of both
     stage = 1 if spec.zero_stage == 2 and num_ranks == 1 else spec.zero_stage
+    stage = max(stage, divides_experts)
     num_owners = num_ranks if stage or not is_float32 else 1
-    own = _share(trained, num_owners)
+    # Fewer ranks share out the states of fewer experts.
+    own = _share(counts.total if divides_experts else trained, num_owners)
     # An adapter consists of matrices in layers.
     by_muon = (counts.matrices if spec.lora is None else trained) if optimizer.muon_momentum is not None else 0
     weights = item * (_share(num_weights, num_ranks) if stage == 3 else num_weights) - saved
@@ -242,6 +246,10 @@ def _trained(model: Model, passes: Passes, num_ranks: int) -> _Parts:
     moments.append({"update": 4 * copied + chunk})
     if optimizer.offload:
         moments.append({"load": 4 * own})  # DeepSpeed makes master weights on the GPU first
+    if divides_experts:  # a weight sync, and saving, gather them layer by layer, and then put their parts together
+        config = model.config.get_text_config()
+        largest = max(mlp.num_experts * mlp.width for mlp in mlps_of(config))
+        moments.append({"gathered experts": 2 * item * 2 * sizes_of(config).hidden * largest})
     forward = pass_memory(model, passes, with_gradients=False, num_weights=num_weights) if model.runs_forward else {}
     kept = 0 if optimizer.offload_path else masters + both_moments
     return _Parts({"weights": weights}, states, moments, forward, kept, optimizer.offload)
@@ -264,8 +272,9 @@ def _frozen(model: Model, passes: Passes, num_ranks: int) -> _Parts:
 
 
 def _own_weights(counts: Parameters, spec: ModelSpec) -> int:
-    """Return the weights that a rank has: all, or with a tensor group its part of the matrices."""
-    return _share(counts.matrices, spec.tensor_parallel_size) + counts.others
+    """Return the weights that a rank has: all, or its part of the matrices or experts that a group divides."""
+    elsewhere = counts.experts - _share(counts.experts, spec.expert_parallel_size)
+    return _share(counts.matrices, spec.tensor_parallel_size) + counts.others - elsewhere
 
 
 def _second_copy(spec: ModelSpec, num_weights: int) -> int:
@@ -341,6 +350,7 @@ def layer_bytes(config: Any, spec: ModelSpec, mlp: Mlp) -> int:
     cannot = (
         is_inside
         or spec.ranks_per_batch > 1
+        or spec.expert_parallel_size > 1
         or spec.aux_loss_coef
         or spec.routing_replay
         or spec.images

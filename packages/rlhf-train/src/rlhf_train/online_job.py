@@ -133,6 +133,7 @@ class OnlineJob(LearningSpec, GenerationSpec):
             (any(spec.zero_stage == 3 for spec in specs), "``zero_stage=3`` needs all processes in each pass"),
             (any(spec.sequence_parallel_size > 1 for spec in specs), "``sequence_parallel_size`` divides each pass"),
             (any(spec.tensor_parallel_size > 1 for spec in specs), "``tensor_parallel_size`` divides each model"),
+            (any(spec.expert_parallel_size > 1 for spec in specs), "``expert_parallel_size`` divides experts"),
         ):
             if is_wrong:
                 message = "``early_forwards`` runs models on complete prompts while others generate, and"
@@ -143,7 +144,8 @@ class OnlineJob(LearningSpec, GenerationSpec):
         if (rank := self.engine.adapter_rank) and (lora is None or lora.rank != rank):
             message = f"engines expect adapters of rank {rank}, and the actor trains {'none' if lora is None else lora}"
             raise ConfigError(message, hint="use ``adapter_rank=0``, or the rank of the actor's adapters")
-        sizes = {role: (spec.sequence_parallel_size, spec.tensor_parallel_size) for role, spec in self.models.items()}
+        names = ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+        sizes = {role: tuple(getattr(spec, name) for name in names) for role, spec in self.models.items()}
         for role, spec in self.models.items():
             spec.check_ranks(self.plan.trainers_of(role).num_ranks)
         if len(set(sizes.values())) > 1:

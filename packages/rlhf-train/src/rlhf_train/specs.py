@@ -66,6 +66,8 @@ class ModelSpec:
             All models of a rank set have the same.
         tensor_parallel_size: neighbouring ranks that divide the weights of the layers among them, and have the same
             batches; see `engine.tensor_parallel`. All models of a run have the same.
+        expert_parallel_size: neighbouring ranks that divide the experts of each layer among them, and have batches of
+            their own; see `engine.expert_parallel`. All models of a run have the same.
         torch_compile: "on", "off", or "auto", which compiles where that is possible and faster.
         zero_stage: ZeRO stage of DeepSpeed, 0 to 3.
         zpg: neighbouring ranks that keep a second copy of all weights among them, from which passes gather them; 1 for
@@ -94,6 +96,7 @@ class ModelSpec:
     share_prompts: bool = False
     sequence_parallel_size: int = bounded(1, ge=1)
     tensor_parallel_size: int = bounded(1, ge=1)
+    expert_parallel_size: int = bounded(1, ge=1)
     torch_compile: str = "off"
     zero_stage: int = bounded(2, ge=0, le=3)
     zpg: int = bounded(1, ge=1)
@@ -168,12 +171,13 @@ class ModelSpec:
         That is division of tokens or weights, a second copy of the weights, and states of the optimizer in host memory.
         `how` says in a hint how to start more processes, with {} for their number.
         """
-        for name in ("sequence_parallel_size", "tensor_parallel_size"):
+        for name in ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
             size = getattr(self, name)
             if num_ranks % size:
                 message = f"``{name}`` is {size}, and a model has {num_ranks} training process(es)"
                 raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
         self._check_tensor_parallel()
+        self._check_expert_parallel()
         if num_ranks % self.zpg:
             sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
             message = (
@@ -208,13 +212,33 @@ class ModelSpec:
                 message = f"``tensor_parallel_size={size}`` divides the matrices of the layers over processes"
                 raise ConfigError(f"{message}, and {reason}", hint=hint)
 
+    def _check_expert_parallel(self) -> None:
+        size = self.expert_parallel_size
+        if size == 1:
+            return
+        offloads = self.optimizer is not None and self.optimizer.offload
+        is_muon = self.optimizer is not None and self.optimizer.muon_momentum is not None
+        for is_wrong, reason, hint in (
+            (self.zero_stage == 3, "``zero_stage`` is 3", "use ``zero_stage=2``, or ``zero_stage=3`` alone"),
+            (self.tensor_parallel_size > 1, "``tensor_parallel_size`` divides the layers", "use one of them"),
+            (self.lora is not None, "LoRA adapters train no experts", "drop one of them"),
+            (is_muon, "Muon shares matrices out over all processes", "use ``muon_momentum=None``"),
+            (offloads, "``OptimizerSpec.offload`` knows no ranks with other experts", "drop one of them"),
+            (bool(self.images), "models that read images are trained whole", "drop it"),
+            (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
+        ):
+            if is_wrong:
+                message = f"``expert_parallel_size={size}`` divides the experts of the layers over processes"
+                raise ConfigError(f"{message}, and {reason}", hint=hint)
+
     @property
     def may_compile_ahead(self) -> bool:
         """Whether nothing in these settings keeps layers from being compiled before the first step.
 
         At ZeRO stage 3 the first step compiles them, because passes need DeepSpeed's engine.
         """
-        has_whole_layers = self.ranks_per_batch == 1 and not self.images and not self.is_in_4bit
+        is_whole = self.ranks_per_batch == self.expert_parallel_size == 1
+        has_whole_layers = is_whole and not self.images and not self.is_in_4bit
         return self.torch_compile != "off" and self.zero_stage < 3 and has_whole_layers
 
     @property

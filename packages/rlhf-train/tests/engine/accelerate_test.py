@@ -35,6 +35,7 @@ def compiled(monkeypatch):
         (PACKED, True),
         (PACKED | {"sequence_parallel_size": 2}, False),
         (PACKED | {"tensor_parallel_size": 2}, False),
+        (PACKED | {"expert_parallel_size": 2}, False),
         (PACKED | {"torch_compile": "off"}, False),
         ({"torch_compile": "auto"}, False),
         ({"torch_compile": "on"}, True),

@@ -1,5 +1,5 @@
-"""Engines on ranks that divide the weights of layers do what one rank does: its updates, its
-files, and what it sends."""
+"""Engines on ranks that divide the weights of layers, or the experts of a mixture, do what one rank does: its updates,
+its files, and what it sends."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,6 @@ from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.engine.shards import COLUMN_PARTS, ShardReader, Shards, WeightPart, column_parts, load_weights
-from rlhf_train.engine.tensor_parallel import join_tensor_group
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from trainer_testing import run_ranks
 
@@ -28,6 +27,12 @@ class Layout:
     zero_stage: int = 1
     dtype: str = "float32"
     offload: bool = False
+    experts: int = 1
+
+    def spec(self, path: str) -> ModelSpec:
+        optimizer = dataclasses.replace(SPEC, offload=self.offload)
+        sizes = {"tensor_parallel_size": self.size, "expert_parallel_size": self.experts}
+        return ModelSpec(path=path, dtype=self.dtype, zero_stage=self.zero_stage, optimizer=optimizer, **sizes)
 
 
 LAYOUTS = {
@@ -40,19 +45,21 @@ LAYOUTS = {
 }
 
 
-def new_engine(path: str, num_ranks: int, layout: Layout, group: Any) -> Any:
+def new_engine(path: str, num_ranks: int, layout: Layout, groups: dict[str, Any]) -> Any:
     from rlhf_train.engine.accelerate import start_engine
 
-    optimizer = dataclasses.replace(SPEC, offload=layout.offload)
-    spec = ModelSpec(
-        path=path,
-        dtype=layout.dtype,
-        zero_stage=layout.zero_stage,
-        tensor_parallel_size=layout.size,
-        optimizer=optimizer,
-    )
     model = load_actor(path, dtype=layout.dtype)
-    return start_engine(model, spec, num_ranks=num_ranks, device="cpu", pack_tokens=None, tensor_group=group)
+    return start_engine(model, layout.spec(path), num_ranks=num_ranks, device="cpu", pack_tokens=None, **groups)
+
+
+def join(rank: int, num_ranks: int, master: Any, layout: Layout) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Return the groups of this rank, and the part of the rows that it trains on."""
+    from rlhf_train.engine.accelerate import join_groups
+    from rlhf_train.engine.process_group import init_process_group
+
+    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
+    groups = join_groups(layout.spec(""))
+    return groups, (rank // layout.size, num_ranks // layout.size)
 
 
 def train(engine: Any, updates: range, data_rank: int, data_size: int) -> list[float]:
@@ -78,18 +85,15 @@ def arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 def trained(rank: int, num_ranks: int, master: Any, path: str, folder: str, layouts: dict[str, Layout]) -> Any:
     """Train, save, average, sleep; go on from the files of other layouts."""
-    from rlhf_train.engine.process_group import init_process_group
     from rlhf_train.run.ema import WeightAverage
     from rlhf_train.run.rank_state import StateWriter
 
-    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
-    group = join_tensor_group(next(iter(layouts.values())).size)
-    place = (rank, num_ranks) if group is None else (group.data_rank, group.data_size)
+    groups, place = join(rank, num_ranks, master, next(iter(layouts.values())))
     results = {}
     for name, layout in layouts.items():
         home = Path(folder, f"{name}-{num_ranks}")
         home.mkdir(exist_ok=True)
-        engine = new_engine(path, num_ranks, layout, group)
+        engine = new_engine(path, num_ranks, layout, groups)
         found: dict[str, Any] = {"norms": train(engine, range(2), *place), "has sums": bool(engine.gradient_sums)}
         average = WeightAverage(0.5, engine.local_weights())
         found["norms"] += train(engine, range(2, 3), *place)
@@ -113,16 +117,13 @@ def trained(rank: int, num_ranks: int, master: Any, path: str, folder: str, layo
 
 def resumed(rank: int, num_ranks: int, master: Any, path: str, folder: str, layout: Layout, files: list[str]) -> Any:
     """Go on from the state in each of the folders."""
-    from rlhf_train.engine.process_group import init_process_group
     from rlhf_train.run.ema import WeightAverage
     from rlhf_train.run.rank_state import StateWriter
 
-    init_process_group(rank=rank, world_size=num_ranks, master=master, device="cpu")
-    group = join_tensor_group(layout.size)
-    place = (rank, num_ranks) if group is None else (group.data_rank, group.data_size)
+    groups, place = join(rank, num_ranks, master, layout)
     results = {}
     for name in files:
-        engine = new_engine(path, num_ranks, layout, group)
+        engine = new_engine(path, num_ranks, layout, groups)
         average = WeightAverage(0.5, engine.local_weights())
         train(engine, range(1), *place)
         StateWriter(rank, num_ranks).load({"actor": engine}, Path(folder, name), average)
@@ -228,6 +229,64 @@ def test_files_hold_each_weight_once_and_load_into_a_whole_model(whole, divided,
         kept = [key for key in reader._parts if not key.startswith(("random", "average"))]
         sizes[name] = sum(size for key in kept for _, size, _ in reader._parts[key])
     assert len(set(sizes.values())) == 1
+
+
+# -- experts -----------------------------------------------------------------------------------------------------
+
+EXPERTS = {
+    "ZeRO 0": Layout(experts=2, zero_stage=0),
+    "ZeRO 2": Layout(experts=2, zero_stage=2),
+    "bfloat16": Layout(experts=2, dtype="bfloat16"),
+    "bfloat16, ZeRO 2": Layout(experts=2, zero_stage=2, dtype="bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture_path(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("mixture")
+    return str(tiny_model_dir(folder, architecture="mixtral", vocab_size=320, hidden_size=32))
+
+
+@pytest.fixture(scope="module")
+def mixtures(mixture_path, states) -> dict[int, list[Any]]:
+    """Of one rank with all experts, and of 2 and 4 ranks, of which 2 divide them."""
+    home = Path(states, "mixtures")
+    home.mkdir()
+    layouts = {"float32": Layout(), "bfloat16": Layout(dtype="bfloat16")}
+    alone = trained(0, 1, ("127.0.0.1", free_port()), mixture_path, str(home), layouts)
+    divided = {number: run_ranks(trained, number, mixture_path, str(home), EXPERTS) for number in (2, 4)}
+    return {1: [alone]} | divided
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_engine_of_divided_experts_trains_sends_and_averages_as_one_of_all_experts(mixtures, name, num_ranks):
+    dtype = EXPERTS[name].dtype
+    tolerance, norm_tolerance = (2e-5, 1e-5) if dtype == "float32" else (1e-2, 2e-2)
+    wanted = mixtures[1][0][dtype]
+    assert min(wanted["norms"]) > SPEC.max_norm  # every gradient is clipped
+    for rank in mixtures[num_ranks]:
+        found = rank[name]
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=norm_tolerance)
+        assert found["norms"] == mixtures[num_ranks][0][name]["norms"]
+        for part in ("weights", "sent", "after"):
+            assert_close(found[part], wanted[part], tolerance)
+    assert_close(mixtures[num_ranks][0][name]["average"], wanted["average"], tolerance)
+
+
+def test_run_goes_on_from_files_of_any_division_of_experts(mixtures, mixture_path, states):
+    home = str(Path(states, "mixtures"))
+    files = ["ZeRO 0-2", "ZeRO 2-4", "float32-1"]
+    for num_ranks, layout in ((1, Layout()), (4, Layout(experts=4))):
+        first = run_ranks(resumed, num_ranks, mixture_path, home, layout, files)[0]
+        for name in files:
+            assert_goes_on(first[name], mixtures[1][0]["float32"], 3e-5)
+    # Where nothing differs, the run that goes on is the uninterrupted one to the last bit.
+    for name in ("ZeRO 2", "bfloat16"):
+        found = run_ranks(resumed, 4, mixture_path, home, EXPERTS[name], [f"{name}-4"])[0][f"{name}-4"]
+        own = mixtures[4][0][name]
+        assert_close(found["after"], own["after"], 1e-9)
+        assert found["norms"] == own["norms"][3:]
 
 
 def test_columns_in_parts_are_put_together_and_cut_anew(tmp_path):

@@ -406,7 +406,10 @@ def test_passes_that_do_not_fit_end_with_a_hint():
         assert "hint: lower ``micro_train_batch_size``" in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"torch_compile": "off"}, {"zero_stage": 3}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"torch_compile": "off"}, {"zero_stage": 3}, *({f"{kind}_parallel_size": 2} for kind in ("tensor", "expert"))],
+)
 def test_frozen_models_are_not_rehearsed_where_they_cannot_be_compiled(job, monkeypatch, changes):
     def never(*_):
         raise AssertionError("a pass was run")

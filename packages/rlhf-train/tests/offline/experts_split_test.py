@@ -43,6 +43,7 @@ class Case:
     optimizer: OptimizerSpec = ADAMW
     gradient_checkpointing: bool = False
     sequence_parallel_size: int = 1
+    expert_parallel_size: int = 1
     routing_replay: bool = False
 
 
@@ -66,9 +67,17 @@ TWO_RANKS = {
     "ZeRO 2, passes of 3": Case(zero_stage=2, micro_batch_size=3),
     "ZeRO 3, packed passes of 3": Case(zero_stage=3, micro_batch_size=3, packing=True),
     "ZeRO 1, divided passes of 3": Case(zero_stage=1, micro_batch_size=3, packing=True, sequence_parallel_size=2),
+    "divided experts, ZeRO 0": Case(expert_parallel_size=2),
+    "divided experts, ZeRO 1, divided passes of 3": Case(
+        zero_stage=1, micro_batch_size=3, packing=True, sequence_parallel_size=2, expert_parallel_size=2
+    ),
+    "divided experts, ZeRO 2, packed passes of 3, checkpointed": Case(
+        zero_stage=2, micro_batch_size=3, packing=True, gradient_checkpointing=True, expert_parallel_size=2
+    ),
     "muon, ZeRO 2": Case(zero_stage=2, optimizer=MUON),
     "muon, ZeRO 3": Case(zero_stage=3, optimizer=MUON),
     "replay, ZeRO 3, packed passes of 3": Case(zero_stage=3, micro_batch_size=3, packing=True, routing_replay=True),
+    "replay, divided experts": Case(micro_batch_size=5, expert_parallel_size=2, routing_replay=True),
     "replay, divided passes of 3": Case(
         micro_batch_size=3, packing=True, sequence_parallel_size=2, routing_replay=True
     ),
@@ -80,8 +89,8 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     from rlhf_train.learning.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics
 
-    names = ("zero_stage", "packing", "optimizer", "gradient_checkpointing", "sequence_parallel_size", "routing_replay")
-    fields = {name: getattr(case, name) for name in names}
+    fields = dataclasses.asdict(case) | {"optimizer": case.optimizer}
+    fields = {name: value for name, value in fields.items() if name not in ("coef", "micro_batch_size")}
     worker = TrainWorker(
         {"actor": ModelSpec(path=path, aux_loss_coef=case.coef, **fields)},
         make_algorithm(estimator="reinforce", kl_coef=0.0),
@@ -300,12 +309,13 @@ def are_apart(one: list[set[int]], other: list[set[int]]) -> bool:
     return not any(a & b for a, b in zip(one, other, strict=True))
 
 
-def test_ranks_whose_tokens_go_to_different_experts_do_not_wait_for_each_other(tmp_path):
+@pytest.mark.parametrize("layout", [{"zero_stage": 3}, {"zero_stage": 2, "expert_parallel_size": 2}], ids=str)
+def test_ranks_whose_tokens_go_to_different_experts_do_not_wait_for_each_other(tmp_path, layout):
     path = str(tiny_model_dir(tmp_path / "m", architecture="qwen3_moe", num_experts_per_tok=1, num_experts=8))
     routes = {token: experts_of(path, token) for token in range(40, 80)}
     one, other = next(pair for pair in combinations(routes, 2) if are_apart(routes[pair[0]], routes[pair[1]]))
     pair = [SftExample(str(token), np.array([token, token]), np.array([False, True])) for token in (one, other)]
-    fields = {"micro": 1, "zero_stage": 3}
+    fields = {"micro": 1} | layout
     together, [metrics] = run_ranks(offline_update, 2, path, str(tmp_path / "two"), pair, fields)[0]
     master = ("127.0.0.1", free_port())
     alone, [expected] = offline_update(0, 1, master, path, str(tmp_path / "one"), pair, {"zero_stage": 0})

@@ -297,6 +297,7 @@ def test_step_from_which_nothing_is_learned_leaves_no_groups_and_no_blocks_behin
         ({"reference": {"zero_stage": 3}}, "``zero_stage=3``"),
         ({"actor": {"sequence_parallel_size": 2, "packing": True}}, "``sequence_parallel_size``"),
         ({"actor": {"tensor_parallel_size": 2}}, "``tensor_parallel_size``"),
+        ({"actor": {"expert_parallel_size": 2}}, "``expert_parallel_size``"),
     ],
 )
 def test_what_cannot_run_early_is_refused(job, changes, message):

@@ -36,6 +36,12 @@ class ModelSection(sections.ModelSection):
         " batches, below ZeRO stage 3. N must divide the number of key-value heads and the width of the MLPs of all"
         " models",
     )
+    expert_parallel_size: int = flag_of(
+        ModelSpec.expert_parallel_size,
+        "mixtures of experts: number of training processes that divide the experts of each layer and send tokens to the"
+        " processes that have their experts (by DeepSpeed's all-to-all), below ZeRO stage 3. N must divide the number"
+        " of experts of all models",
+    )
     torch_compile: TorchCompile = flag(
         "auto",
         "compile the layers, and with --bf16 at ZeRO stage 0 or 1 replay packed batches as CUDA graphs; auto: on a GPU,"

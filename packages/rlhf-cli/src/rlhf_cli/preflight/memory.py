@@ -69,7 +69,7 @@ def _remedies(job: OnlineJob) -> str:
     learning = actor.optimizer
     is_adam = learning.muon_momentum is None and actor.dtype == "bfloat16"
     critic = job.models.get("critic")
-    is_whole = actor.tensor_parallel_size == 1
+    is_whole = actor.tensor_parallel_size == actor.expert_parallel_size == 1
     most_ranks = max(placed.num_ranks for placed in job.plan.trainers)
     frozen = [spec for spec in job.models.values() if spec.optimizer is None and not spec.is_base_of(actor)]
     offloads = [spec.offload for spec in frozen]

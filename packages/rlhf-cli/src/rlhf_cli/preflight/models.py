@@ -68,7 +68,7 @@ def masked_ids(
 
 def check_attention(section: ModelSection, model_config: Any) -> None:
     """Raise ConfigError unless the model works with --attn_implementation, --packing_samples, --share_prompts,
-    --sequence_parallel_size and --ds_tensor_parallel_size."""
+    --sequence_parallel_size, --ds_tensor_parallel_size and --expert_parallel_size."""
     from rlhf_models.attention.packed import check_shares_prompts, choose_attention, register_packed_attention
 
     name = section.attn_implementation
@@ -86,6 +86,10 @@ def check_attention(section: ModelSection, model_config: Any) -> None:
         from rlhf_train.engine.tensor_parallel import check_divides
 
         check_divides(model_config, section.ds_tensor_parallel_size)
+    if section.expert_parallel_size > 1:
+        from rlhf_train.engine.expert_parallel import check_divides_experts
+
+        check_divides_experts(model_config, section.expert_parallel_size)
     if section.sequence_parallel_size > 1:
         from rlhf_models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
         from rlhf_models.attention.sequence_parallel import check_heads

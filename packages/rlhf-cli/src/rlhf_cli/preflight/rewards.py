@@ -129,7 +129,7 @@ def check_reward_models(
             # A reward model scores whole padded batches in one process: what is packed or divided does not concern it,
             # and its attention is always "auto".
             alone = {"packing_samples": False, "share_prompts": False, "attn_implementation": "auto"}
-            alone |= {"sequence_parallel_size": 1, "ds_tensor_parallel_size": 1}
+            alone |= {"sequence_parallel_size": 1, "ds_tensor_parallel_size": 1, "expert_parallel_size": 1}
             check_attention(config.model.model_copy(update=alone), model_config)
             check_context(model_config, *longest_sequence(config))
             if config.reward.normalize_reward and stored_moments(model_config) is None:

@@ -12,6 +12,7 @@ from rlhf_models.fast.compiled import compile_forwards, compile_layers, compile_
 from rlhf_models.host_states import RestingModel
 from rlhf_models.loading import load_reference, resolve_dtype
 from rlhf_train.engine.deepspeed import DeepSpeedEngine, place_frozen
+from rlhf_train.engine.expert_parallel import ExpertGroup, divide_experts, join_expert_group
 from rlhf_train.engine.process_group import join_sequence_group
 from rlhf_train.engine.tensor_parallel import TensorGroup, divide_weights, join_tensor_group
 from rlhf_train.engine.whole_layers import layers_taken_whole
@@ -25,6 +26,7 @@ def join_groups(spec: ModelSpec) -> dict[str, Any]:
     return {
         "sequence_group": join_sequence_group(spec.sequence_parallel_size),
         "tensor_group": join_tensor_group(spec.tensor_parallel_size),
+        "expert_group": join_expert_group(spec.expert_parallel_size),
     }
 
 
@@ -38,6 +40,7 @@ def start_engine(
     takes_turns: bool = False,
     sequence_group: SequenceGroup | None = None,
     tensor_group: TensorGroup | None = None,
+    expert_group: ExpertGroup | None = None,
 ) -> DeepSpeedEngine:
     """Return the engine that trains `model`, whose passes are as fast as `spec` allows. Collective.
 
@@ -51,6 +54,7 @@ def start_engine(
             leave the GPU.
         sequence_group: the ranks that divide the tokens of each pass; None if each has passes of its own.
         tensor_group: the ranks that divide the weights of the layers; None if each has all.
+        expert_group: the ranks that divide the experts of the layers, likewise.
 
     Raises:
         ConfigError: `spec.torch_compile` is "on", and the layers cannot be compiled; or the model's sequences or
@@ -63,6 +67,8 @@ def start_engine(
         divide_sequences(model, sequence_group)
     if tensor_group is not None:
         divide_weights(model, tensor_group)
+    if expert_group is not None:
+        divide_experts(model, expert_group)
     dtype = resolve_dtype(spec.dtype)
     zero_stage = spec.zero_stage
     if zero_stage == 2 and num_ranks == spec.tensor_parallel_size:
@@ -78,6 +84,7 @@ def start_engine(
         zpg=spec.zpg,
         overlap_comm=spec.overlap_comm,
         tensor_group=tensor_group,
+        expert_group=expert_group,
     )
     if not is_compiled:
         return engine
@@ -99,6 +106,7 @@ def start_frozen(
     device: torch.device,
     sequence_group: SequenceGroup | None = None,
     tensor_group: TensorGroup | None = None,
+    expert_group: ExpertGroup | None = None,
 ) -> torch.nn.Module | RestingModel:
     """Return a frozen actor on the device, whose passes are as fast as `spec` allows. Collective.
 
@@ -111,6 +119,8 @@ def start_frozen(
         divide_sequences(frozen, sequence_group)
     if tensor_group is not None:
         divide_weights(frozen, tensor_group)
+    if expert_group is not None:
+        divide_experts(frozen, expert_group)
     return place_frozen(frozen, spec, device)
 
 
@@ -131,6 +141,8 @@ def compile_model(model: Any, spec: ModelSpec, device: str) -> bool:
         reason = "sequence parallelism exchanges heads inside the layers"
     if spec.tensor_parallel_size > 1:
         reason = "tensor parallelism adds up over processes inside the layers"
+    if spec.expert_parallel_size > 1:
+        reason = "expert parallelism exchanges tokens inside the layers"
     if spec.aux_loss_coef:
         # transformers records them by hooks, which see nothing of compiled layers.
         reason = "the load-balancing loss reads what routers compute inside the layers"

@@ -1,7 +1,7 @@
 """The `TrainEngine` on DeepSpeed: ZeRO stages 0 to 3, on CUDA with NCCL or on CPUs with gloo.
 
-No other file imports DeepSpeed, except `engine.deepspeed_internals`, `engine.process_group` and
-`engine.tensor_parallel`.
+No other file imports DeepSpeed, except `engine.deepspeed_internals`, `engine.process_group`, `engine.tensor_parallel`
+and `engine.expert_parallel`.
 """
 
 import math
@@ -38,6 +38,7 @@ from rlhf_train.engine.deepspeed_internals import (
     reduce_buckets,
     weight_slices,
 )
+from rlhf_train.engine.expert_parallel import ExpertGroup
 from rlhf_train.engine.optimizer import Muon, make_optimizer
 from rlhf_train.engine.protocol import StepStats, learning_rate_at
 from rlhf_train.engine.shards import (
@@ -71,25 +72,27 @@ class DeepSpeedEngine:
         zpg: int = 1,
         overlap_comm: bool = False,
         tensor_group: TensorGroup | None = None,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
         """Shard `model` over the ranks and give it an optimizer. Collective.
 
         Args:
             model: moved to the device, trained in place.
             spec: the optimizer and its schedule.
-            zero_stage: 0 to 3. Stage 0 in bfloat16 runs as stage 1.
+            zero_stage: 0 to 3. Stage 0 in bfloat16, or with divided experts, runs as stage 1.
             dtype: of the weights.
             device: "cuda" or "cpu".
             zpg, overlap_comm: see `ModelSpec`. The first is the same for all models of the process.
             tensor_group: the ranks that divide the weights of `model` (`divide_weights`), likewise; None if each has
                 all. Below ZeRO stage 3.
+            expert_group: the ranks that divide the experts of `model` (`divide_experts`), or None; likewise.
 
         Raises:
             ConfigError: nothing in the model is for Muon.
             EngineError: DeepSpeed refuses the combination, or keeps its states in another way than the tested version.
         """
         self._deepspeed = import_deepspeed(device)
-        if zero_stage == 0 and dtype == torch.bfloat16:
+        if zero_stage == 0 and (dtype == torch.bfloat16 or expert_group is not None):
             # Stage 0 accumulates gradients in bfloat16, where the small gradient of one more micro-batch is rounded
             # away. Stage 1 accumulates in float32.
             zero_stage = 1
@@ -99,6 +102,7 @@ class DeepSpeedEngine:
         self._is_plain = zero_stage == 0 and dtype == torch.float32
         self._num_steps = 0
         self._tensor_group = tensor_group
+        self._expert_group = expert_group
         # Ranks that have the same weights, and passes of their own.
         group = torch.distributed.group.WORLD if tensor_group is None else tensor_group.get_data_parallel_group()
         self._num_ranks = torch.distributed.get_world_size(group)
@@ -267,17 +271,22 @@ class DeepSpeedEngine:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether this rank keeps weights for the rank set: its shards with ZeRO-3, otherwise all of them on rank 0."""
-        return self._zero_stage == 3 or self._rank == 0
+        """Whether this rank keeps weights for the rank set: its shards with ZeRO-3, otherwise all of them on rank 0,
+        and experts on the first ranks that divide them."""
+        first_ranks = 1 if self._expert_group is None else self._expert_group.size
+        return self._zero_stage == 3 or self._rank < first_ranks
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of the trained weights that this rank keeps for the rank set; writing to them
         changes the model. With ZeRO-3 this is the rank's shard of each. Otherwise rank 0 yields all, others none; in a
-        tensor group, this holds for the ranks that have the same parts. With `yields_everywhere`, ranks that have all
-        weights yield them, too."""
+        tensor group, this holds for the ranks that have the same parts, and in an expert group its ranks yield their
+        experts, too. With `yields_everywhere`, all ranks yield what they have."""
         if not (self.keeps_weights or self.yields_everywhere):
             return
+        has_all = self._zero_stage == 3 or self._rank == 0 or self.yields_everywhere
         for name, parameter in self._trained:
+            if not has_all and part_of(parameter).count == 1:
+                continue
             # ZeRO-3 leaves small weights gathered after an update. Entering and leaving the context partitions them
             # again, which brings the newest values into the shard.
             with self._gathered([parameter]):
@@ -321,7 +330,8 @@ class DeepSpeedEngine:
             total.zero_()
 
     def _whole(self, weight: torch.nn.Parameter) -> Tensor:
-        return weight.detach() if self._tensor_group is None else self._tensor_group.whole(weight)
+        group = self._tensor_group or self._expert_group
+        return weight.detach() if group is None else group.whole(weight)
 
     @contextmanager
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 Another version may rename them. Nothing else would then say that bfloat16 weights are saved as master weights, that
 moments are lost, or that gradients are missing in the norm. So the names stand here, and an engine looks for them when
 it starts (`check_optimizer`, `check_shards`) and tries what they lead to (`check_masters`, `check_gradient_sums`).
-`import_deepspeed` looks for those of its modules. Only this file imports DeepSpeed.
+`import_deepspeed` looks for those of its modules. Only this file imports private names of DeepSpeed.
 
 `rlhf_models`, which does not depend on DeepSpeed, reads `ds_id` and `ds_shape` of weights, too.
 """
@@ -57,6 +57,12 @@ MODULE_NAMES = {
     "deepspeed.module_inject": ("LinearAllreduce", "LinearLayer", "set_autotp_mode"),
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.utils": ("logger", "safe_get_local_fp32_param"),
+}
+# Of modules that only `engine.expert_parallel` needs.
+EXPERT_NAMES = {
+    "deepspeed.module_inject.auto_ep_layer": ("combine_from_routed", "compute_split_plan", "_AllToAllV"),
+    "deepspeed.moe.layer": ("MoE",),
+    "deepspeed.utils.groups": ("_create_expert_and_data_parallel", "_get_expert_parallel_group"),
 }
 SHARD_NAMES = ("ds_id", "ds_numel", "ds_secondary_tensor", "ds_shape", "ds_tensor")  # of weights at stage 3
 
@@ -294,10 +300,20 @@ def clip_whole_groups(wrapper: Any, counts: Callable[[nn.Parameter], bool] | Non
         flat = wrapper.fp32_groups_gradients_flat
         if for_clipping:
             return flat
+        experts: dict[str, list[Tensor]] = {}
         if counts is not None:
             flat = [total.view(-1) for weight, total in sums.items() if counts(weight)]
+        else:
+            groups = wrapper.optimizer.param_groups
+            for group, total in zip(groups, flat, strict=True):
+                if group.get("moe"):
+                    experts.setdefault(group["name"], []).extend(chunks([total]))
+            flat = [total for group, total in zip(groups, flat, strict=True) if not group.get("moe")]
+        return chunks(flat), experts
+
+    def chunks(flat: list[Tensor]) -> list[Tensor]:
         # CPU norms sum sequentially and lose precision over many elements; split into chunks of 2^20.
-        return [part for whole in flat for part in whole.split(len(whole) if whole.is_cuda else 1 << 20)], {}
+        return [part for whole in flat for part in whole.split(len(whole) if whole.is_cuda else 1 << 20)]
 
     wrapper.get_grads_for_norm = gradients
 
@@ -351,6 +367,32 @@ def divided_linear(linear: nn.Linear, dim: int, group: torch.distributed.Process
 
     set_autotp_mode(training=True)  # for frozen models, too: the other mode overwrites its inputs
     return (LinearLayer if dim == 0 else LinearAllreduce)(linear, group, name=name)
+
+
+def form_expert_group(size: int) -> tuple[str, torch.distributed.ProcessGroup]:
+    """Form DeepSpeed's groups of `size` neighbouring ranks that divide experts, and of the ranks with the same ones.
+
+    Returns its name for them, and the former group of this rank. Collective. Raises EngineError without `EXPERT_NAMES`.
+    """
+    if lost := missing(EXPERT_NAMES):
+        raise _unknown(f"there is no {', '.join(lost)}")
+    from deepspeed.utils import groups
+
+    name = f"ep_size_{size}"
+    groups._create_expert_and_data_parallel(size)
+    return name, groups._get_expert_parallel_group(name)
+
+
+def exchanged(rows: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup) -> Tensor:
+    """Return the rows [M, H] that ranks of `group` send to this one, in order of ranks. Collective, as its gradient.
+
+    Args:
+        rows: [N, H], those for rank 0 of the group first.
+        sent, received: how many go to each rank, and come from it.
+    """
+    from deepspeed.module_inject.auto_ep_layer import _AllToAllV
+
+    return _AllToAllV.apply(group, rows, sent, received)
 
 
 def group_of_copies() -> Any:

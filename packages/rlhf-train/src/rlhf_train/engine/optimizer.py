@@ -47,8 +47,15 @@ def _adamw_groups(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> lis
     # Weight decay applies to matrices only: it would pull the scales of norms, which are near 1, towards 0.
     matrices = [weight for name, weight in named.items() if weight.ndim >= 2 and not _is_bias(name)]
     vectors = [weight for name, weight in named.items() if weight.ndim < 2 or _is_bias(name)]
-    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = []
+    for weights, decay in ((matrices, spec.weight_decay), (vectors, 0.0)):
+        divided = {getattr(weight, "group_name", None) for weight in weights}
+        for name in sorted(divided, key=str):
+            own = [weight for weight in weights if getattr(weight, "group_name", None) == name]
+            # Of experts that ranks divide, DeepSpeed wants groups of their own, marked like this.
+            marks = {} if name is None else {"moe": True, "name": name}
+            groups.append({"params": own, "weight_decay": decay, **marks})
+    return groups
 
 
 def is_hidden_matrix(name: str, weight: Tensor) -> bool:

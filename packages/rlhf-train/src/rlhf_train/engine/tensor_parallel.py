@@ -85,13 +85,7 @@ class TensorGroup:
 
     def whole(self, weight: nn.Parameter) -> Tensor:
         """Return all of a weight, gathered if the ranks divide it. Collective."""
-        own = weight.detach()
-        part = part_of(weight)
-        if part.count == 1:
-            return own
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(part.count)]
-        distributed.all_gather(parts, own.contiguous(), group=self._dividing)
-        return torch.cat(parts, dim=part.dim)
+        return gathered(weight, self._dividing)
 
     def sum_gradient(self, weight: nn.Parameter) -> None:
         """Have each gradient of a whole weight, of which a rank computes what its heads add, summed over the group."""
@@ -101,6 +95,17 @@ class TensorGroup:
     def _sum(self, tensor: Tensor) -> Tensor:
         distributed.all_reduce(tensor, group=self._dividing)
         return tensor
+
+
+def gathered(weight: nn.Parameter, group: distributed.ProcessGroup) -> Tensor:
+    """Return all of a weight, gathered if the ranks of `group` divide it. Collective."""
+    own = weight.detach()
+    part = part_of(weight)
+    if part.count == 1:
+        return own
+    parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(part.count)]
+    distributed.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, dim=part.dim)
 
 
 def join_tensor_group(size: int) -> TensorGroup | None:
