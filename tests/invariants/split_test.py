@@ -27,8 +27,6 @@ from trainer_testing import random_rollouts, run_ranks
 
 SPLITS = {
     "whole": Case(),
-    "micro batches of 8": Case(micro_batch_size=8),
-    "micro batches of 4": Case(micro_batch_size=4),
     "micro batches of 5": Case(micro_batch_size=5),
     "packed": Case(packing=True),
     "packed micro batches of 5": Case(packing=True, micro_batch_size=5),
@@ -55,8 +53,12 @@ DIVIDED = {
     "divided sequences, ZeRO 2": Case(zero_stage=2, micro_batch_size=8, packing=True, sequence_parallel_size=2),
     "divided sequences, ZeRO 3": Case(zero_stage=3, packing=True, micro_batch_tokens=60, sequence_parallel_size=2),
 }
-# Two pairs of ranks divide sequences, or keep a second copy of the weights each.
-ON_FOUR_RANKS = RANKS | DIVIDED | {"adapters, ZeRO 3": ADAPTERS_ON_RANKS["adapters, ZeRO 3"]}
+# Two pairs of ranks divide sequences, or keep a second copy of the weights each. These have each stage but 1.
+ON_FOUR_RANKS = DIVIDED | {
+    "ZeRO 2": RANKS["ZeRO 2"],
+    "ZeRO 3, copies": RANKS["ZeRO 3, copies"],
+    "adapters, ZeRO 3": ADAPTERS_ON_RANKS["adapters, ZeRO 3"],
+}
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
 BFLOAT16 = {

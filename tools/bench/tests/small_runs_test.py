@@ -6,8 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
+import runner
 from runner import Metrics
+from trainer_testing import rank_context
 from workloads.speed import head_step, real_work, zero3
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Let the processes of a benchmark's ranks be forks, on a CPU: `runner_test.py` starts new ones."""
+    monkeypatch.setattr(runner, "multiprocessing", SimpleNamespace(get_context=lambda method: rank_context()))
 
 
 def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):
@@ -24,7 +32,7 @@ def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):
         assert one["lag_median_ms"] <= one["lag_p99_ms"] <= one["lag_max_ms"]
 
 
-def test_two_ranks_of_long_context_agree_with_one(bench):
+def test_two_ranks_of_long_context_agree_with_one(bench, forked_ranks):
     status, report = bench("long_context", "--shape", "tiny", "--num_tokens", "48", "--ranks", "1", "2")
     ranks = report["ranks"]
     assert status == 0
@@ -36,7 +44,7 @@ def test_two_ranks_of_long_context_agree_with_one(bench):
     assert len(set(losses[0])) == 4  # another sequence in each update
 
 
-def test_all_ways_of_zero3_compute_the_same(bench):
+def test_all_ways_of_zero3_compute_the_same(bench, forked_ranks):
     on_cpu = [way for way in zero3.WAYS if way not in ("overlap", "compiled")]  # a CPU overlaps nothing
     flags = ["--shape", "tiny", "--num_tokens", "16", "--passes", "2", "--turns", "1"]
     _, report = bench("zero3", *flags, "--ways", *on_cpu)

@@ -22,7 +22,7 @@ SPEC = OptimizerSpec(
 )  # fmt: skip
 STAGES = (0, 1, 2, 3)
 DTYPES = (torch.float32, torch.bfloat16)
-NUM_UPDATES = 30
+NUM_UPDATES = 12
 
 
 def new_engine(stage, dtype, **changes):

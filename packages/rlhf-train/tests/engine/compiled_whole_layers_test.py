@@ -37,7 +37,6 @@ SIZES = {"hidden_size": 320, "intermediate_size": 384, "num_attention_heads": 4,
 CASES = [
     {"dtype": "float32"},
     {"dtype": "float32", "gradient_checkpointing": True, "overlap_comm": True},
-    {"dtype": "float32", "stance": "force_eager"},
     {"dtype": "float32", "gradient_checkpointing": True, "stance": "force_eager"},
 ]
 

@@ -36,6 +36,7 @@ from rlhf_train.generation.divided_rewards import (
 from rlhf_train.generation.run_spec import RewardSpec
 from rlhf_train.processes import placed_bundles, start_scorers
 from trainer_testing import random_rollouts
+from warm_commands import warm_commands
 
 VOCAB_SIZE = 512
 MODELS = {"actor": SimpleNamespace(packing=False, torch_compile="auto")}
@@ -46,7 +47,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with started_cluster(16, 0):
+    """Whose processes are forks: DeepSpeed is imported once."""
+    with warm_commands(["worker"]), started_cluster(16, 0):
         yield
 
 
