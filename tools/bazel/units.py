@@ -120,9 +120,18 @@ class Sources:
         return units, whole
 
     def tests(self, package: str) -> dict[str, set[Unit | str]]:
-        """Return for each test of a package, by its path, what it imports: units, whole packages, support modules."""
+        """Return for each test of a package, by its path, what it imports: units, whole packages, support modules.
+
+        Packages above it are left out: support modules have parts for them, which its tests do not use.
+        """
         folder = self.root / "packages" / package / "tests"
-        return {file.relative_to(folder).as_posix(): self._reached(file) for file in sorted(folder.rglob("*_test.py"))}
+        above = self.packages[self.packages.index(package) + 1 :]
+        found = {}
+        for file in sorted(folder.rglob("*_test.py")):
+            entries = self._reached(file)
+            own = {one for one in entries if (one.package if isinstance(one, Unit) else one) not in above}
+            found[file.relative_to(folder).as_posix()] = own
+        return found
 
     def _reached(self, test: Path) -> set[Unit | str]:
         """Return what a test imports, and what the support modules and conftest.py that it uses import for it."""

@@ -20,7 +20,7 @@ FILES = {
     "packages/rlhf-high/src/rlhf_high/engines/one/__init__.py": "",
     "packages/rlhf-high/src/rlhf_high/engines/one/start.py": "import rlhf_high.engines.build",
     "packages/rlhf-high/src/rlhf_high/main.py": "from rlhf_low import Error\nNAMES = f'rlhf_high.engines.{kind}'",
-    "packages/rlhf-low/tests/read_test.py": "from rlhf_low.read import read",
+    "packages/rlhf-low/tests/read_test.py": "from fakes import engine\nfrom rlhf_low.read import read",
     "packages/rlhf-high/tests/conftest.py": "from rlhf_low import errors",
     "packages/rlhf-high/tests/engines/conftest.py": "from fakes import engine",
     "packages/rlhf-high/tests/engines/build_test.py": "import torch",
@@ -36,7 +36,7 @@ UNITS = {
 }
 
 TESTS = {
-    "read_test.py": ["rlhf-low/read"],
+    "read_test.py": ["rlhf-low/read", "tests/support/fakes"],
 }
 """,
     "rlhf-high": """
