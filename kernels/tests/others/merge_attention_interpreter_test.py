@@ -8,7 +8,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_triton_merge_attention_interpreted_passes_all_cases(interpret):
-        interpret(Path(__file__).resolve(), num_cases=4)
+        interpret(Path(__file__).resolve(), num_cases=5)
 
 else:
     import torch
@@ -37,3 +37,12 @@ else:
         fused.merge_attention_triton_(output, lse, other, torch.full((1, 1), 200.0))
         torch.testing.assert_close(output, torch.full((1, 1, 8), 2.0))
         torch.testing.assert_close(lse, torch.tensor([[200.0]]) + torch.tensor(2.0).log())
+
+    def test_triton_merge_attention_leaves_masked_queries(monkeypatch):
+        monkeypatch.setattr(fused, "BLOCK_ELEMENTS", 16)
+        output, other = torch.ones(5, 1, 8), torch.full((5, 1, 8), 3.0)
+        lse, other_lse = torch.zeros(1, 5), torch.zeros(1, 5)
+        other[[1, 4]] = other_lse[:, [1, 4]] = torch.nan
+        fused.merge_attention_triton_(output, lse, other, other_lse, torch.tensor([1, 0, 2, 9, 0], dtype=torch.int32))
+        assert output[:, 0, 0].tolist() == [2, 1, 2, 2, 1]
+        torch.testing.assert_close(lse, torch.tensor([[2.0, 1, 2, 2, 1]]).log())

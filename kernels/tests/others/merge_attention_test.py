@@ -46,6 +46,16 @@ def test_keys_without_weight_change_nothing():
     assert torch.equal(output, expected[0]) and torch.equal(lse, expected[1])
 
 
+def test_masked_queries_stay_whatever_the_others_are():
+    output, lse, other, other_lse = torch.randn(3, 1, 4), torch.randn(1, 3), torch.randn(3, 1, 4), torch.randn(1, 3)
+    other[1] = other_lse[:, 1] = math.nan
+    expected, expected_lse = output.clone(), lse.clone()
+    merge_attention_(expected[::2], expected_lse[:, ::2].contiguous(), other[::2], other_lse[:, ::2].contiguous())
+    kept = lse[:, 1].clone()
+    merge_attention_(output, lse, other, other_lse, mask=torch.tensor([1, 0, 7], dtype=torch.int32))
+    assert torch.equal(output, expected) and torch.equal(lse[:, 1], kept)
+
+
 OUTPUT, LSE = torch.zeros(4, 2, 8), torch.zeros(2, 4)
 
 
@@ -70,3 +80,9 @@ OUTPUT, LSE = torch.zeros(4, 2, 8), torch.zeros(2, 4)
 def test_what_cannot_be_merged_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         merge_attention_(*arguments)
+
+
+def test_a_mask_of_other_shape_or_dtype_is_refused():
+    for mask in (torch.ones(3, dtype=torch.int32), torch.ones(4, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"mask must be \[4\] int32 on cpu, contiguous; got"):
+            merge_attention_(OUTPUT, LSE, OUTPUT, LSE, mask=mask)

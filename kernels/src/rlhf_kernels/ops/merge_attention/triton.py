@@ -10,12 +10,15 @@ BLOCK_ELEMENTS = 4096  # of an output per program
 
 
 # Numbers and addresses that depend on the number of queries: Triton would compile once more for multiples of 16.
-@triton.jit(do_not_specialize=["num_queries", "lse_ptr", "other_lse_ptr", "lse_stride_h", "other_lse_stride_h"])
+@triton.jit(
+    do_not_specialize=["num_queries", "lse_ptr", "other_lse_ptr", "mask_ptr", "lse_stride_h", "other_lse_stride_h"]
+)
 def _merge_kernel(
     output_ptr,
     lse_ptr,
     other_ptr,
     other_lse_ptr,
+    mask_ptr,
     num_queries,
     output_stride_n,
     output_stride_h,
@@ -23,6 +26,7 @@ def _merge_kernel(
     other_stride_h,
     lse_stride_h,
     other_lse_stride_h,
+    HAS_MASK: tl.constexpr,  # noqa: N803
     NUM_DIMS: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_D: tl.constexpr,  # noqa: N803
@@ -32,6 +36,8 @@ def _merge_kernel(
     query = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
     is_query = query < num_queries
+    if HAS_MASK:
+        is_query = is_query & (tl.load(mask_ptr + query, mask=is_query, other=0) != 0)
     valid = is_query[:, None] & (dim < NUM_DIMS)[None, :]
     lse = tl.load(lse_ptr + head * lse_stride_h + query, mask=is_query, other=0.0)
     other_lse = tl.load(other_lse_ptr + head * other_lse_stride_h + query, mask=is_query, other=0.0)
@@ -48,7 +54,9 @@ def _merge_kernel(
     tl.store(lse_ptr + head * lse_stride_h + query, largest + tl.log(total), mask=is_query)
 
 
-def merge_attention_triton_(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+def merge_attention_triton_(
+    output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, mask: Tensor | None = None
+) -> None:
     """Merge in place. `merge_attention_` has checked the arguments."""
     num_queries, num_heads, num_dims = output.shape
     block_dims = triton.next_power_of_2(num_dims)
@@ -59,11 +67,13 @@ def merge_attention_triton_(output: Tensor, lse: Tensor, other: Tensor, other_ls
             lse,
             other,
             other_lse,
+            lse if mask is None else mask,
             num_queries,
             *output.stride()[:2],
             *other.stride()[:2],
             lse.stride(0),
             other_lse.stride(0),
+            HAS_MASK=mask is not None,
             NUM_DIMS=num_dims,
             BLOCK_N=block_queries,
             BLOCK_D=block_dims,

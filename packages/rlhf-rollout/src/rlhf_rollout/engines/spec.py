@@ -26,11 +26,20 @@ VLLM_PATCHES = (
     "sampling_head",
     "replayed_steps",
     "graph_pieces",
+    "shared_prefixes",
 )
 
 
 # Those that have nothing to do where sequences get several tokens per step.
-OF_SINGLE_TOKENS = ("idle_slots", "bulk_decoding", "multi_step", "sampling_head", "replayed_steps", "graph_pieces")
+OF_SINGLE_TOKENS = (
+    "idle_slots",
+    "bulk_decoding",
+    "multi_step",
+    "sampling_head",
+    "replayed_steps",
+    "graph_pieces",
+    "shared_prefixes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

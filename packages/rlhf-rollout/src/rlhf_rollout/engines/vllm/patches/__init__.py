@@ -56,14 +56,21 @@ def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Seq
 
 
 def patch_graphs(runner: Any, skipped: Collection[str], sizes: Sequence[int]) -> None:
-    """Have vLLM's model runner on a GPU replay steps with prompts in pieces, if it is its second one.
+    """Have vLLM's model runner on a GPU replay more steps as graphs, if it is its second one.
+
+    Steps with prompts get graphs in pieces, and steps that decode get others that read shared prefixes once.
 
     Args:
         runner: vLLM's, which has a KV cache and has not captured CUDA graphs.
         skipped: names of patches to leave out.
-        sizes: numbers of tokens, ascending, for which there are pieces; none leave the runner as it is.
+        sizes: numbers of tokens, ascending, for which there are pieces; for none of them if there are none.
     """
-    if sizes and _is_second(runner):
+    if not _is_second(runner):
+        return
+    if find_spec("rlhf_kernels") is not None:
+        # The first of the two, because it captures a second time: the other one captures around both.
+        _patch("shared_prefixes", runner, "model runner", skipped)
+    if sizes:
         _patch("graph_pieces", runner, "model runner", skipped, sizes)
 
 

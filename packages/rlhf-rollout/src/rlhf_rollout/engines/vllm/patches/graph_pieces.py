@@ -50,7 +50,7 @@ def patch(runner: Any, sizes: Sequence[int]) -> None:
         ImportError: vLLM does not break graphs, because its variable for it is not set.
     """
     manager = runner.cudagraph_manager
-    if manager.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY or not _attends_to_all(runner):
+    if manager.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY or not attends_to_all(runner):
         _logger.info("vLLM launches steps with prompts kernel by kernel: the model has more than full attention")
         return
     if not envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
@@ -71,7 +71,7 @@ def patch(runner: Any, sizes: Sequence[int]) -> None:
     manager.capture = capture_with_pieces
 
 
-def _attends_to_all(runner: Any) -> bool:
+def attends_to_all(runner: Any) -> bool:
     """Return whether all layers with a KV cache attend to all tokens before, by FlashAttention."""
     specs = [group.kv_cache_spec for groups in runner.attn_groups for group in groups]
     if any(type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size for spec in specs):

@@ -9,6 +9,9 @@ with suppress(ImportError):  # of several
 with suppress(ImportError):  # of `graph_pieces`
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+with suppress(ImportError):  # of `shared_prefixes`
+    from vllm.v1.attention.backends import flash_attn
+    from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
 with suppress(ImportError):  # of `replayed_steps`
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
     from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
