@@ -365,7 +365,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (
             "--vllm_speculative ngram",
             "--vllm_speculative ngram: engines do without the speed-ups of single tokens, idle_slots, bulk_decoding,"
-            " multi_step, sampling_head, replayed_steps, graph_pieces",
+            " multi_step, sampling_head, replayed_steps, graph_pieces, shared_prefixes",
         ),
         (
             "--vllm_speculative_tokens 3",

@@ -19,11 +19,8 @@ from rlhf_rollout.engines.vllm import internals, patches, speculation
 from rlhf_rollout.engines.vllm.worker import take_adapters
 
 FOLDER = Path(package.__file__).parent
-SCHEDULER = [
-    name
-    for name in VLLM_PATCHES
-    if name not in ("graph_pieces", "recorded_copies", "replayed_steps", "sampling_head", "shared_hashes")
-]
+OTHERS = ("graph_pieces", "recorded_copies", "replayed_steps", "sampling_head", "shared_hashes", "shared_prefixes")
+SCHEDULER = [name for name in VLLM_PATCHES if name not in OTHERS]
 
 
 @pytest.fixture
