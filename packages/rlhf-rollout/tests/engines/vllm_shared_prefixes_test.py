@@ -299,7 +299,9 @@ def test_other_kernels_and_layers_have_no_groups(monkeypatch, caplog) -> None:
     assert found.cudagraph_manager.capture == found.capture
 
 
-@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"window_size": [63, 0]}, {"causal": False}])
+@pytest.mark.parametrize(
+    "asked", [{"softcap": 30.0}, {"window_size": [63, 0]}, {"causal": False}, {"s_aux": torch.zeros(6)}]
+)
 def test_attention_of_another_kind_is_found_before_it_is_captured(asked, monkeypatch, caplog) -> None:
     found = Runner(monkeypatch, num_rows=8)
     patches.patch_graphs(found, (), [])

@@ -289,7 +289,8 @@ class SharedPrefixes:
 
     def _planned(self, given: dict[str, Any]) -> Plan:
         """Return what all layers of a step need: a graph computes it anew from the tables and lengths of each step."""
-        refused = [name for name in _REFUSED if given.get(name) not in (None, 0, 0.0)]
+        values = {name: given.get(name) for name in _REFUSED}
+        refused = [name for name, value in values.items() if torch.is_tensor(value) or value]
         if list(given["window_size"] or (-1, -1)) != [-1, -1]:
             refused.append("window_size")
         if given["causal"] is not True or given["max_seqlen_q"] != 1 or given["fa_version"] != 3 or refused:
