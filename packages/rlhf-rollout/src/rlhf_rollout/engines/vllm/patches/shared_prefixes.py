@@ -25,7 +25,7 @@ from rlhf_rollout.host import quick_collection
 
 # Bytes of keys and values of a layer, per GPU and step, that grouped attention must save. With fewer, an H200 takes as
 # long for the second call and the merge.
-LEAST_BYTES = 128 << 20
+LEAST_BYTES = 160 << 20
 LEAST_SHARED = 128  # tokens that neighbours must share to be in a group
 GRAPH_STEP = 64  # grouped graphs are for its multiples: most of their work does not depend on how many rows pad them
 # FlashAttention's tile has 64 rows or more. As many queries of a group, times the heads that share a key, fill it.
