@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm import core, memory, patches, worker
 from rlhf_rollout.engines.vllm.internals import SETTINGS
+from rlhf_rollout.protocols import SamplingParams
 
 graph_pieces = pytest.importorskip("rlhf_rollout.engines.vllm.patches.graph_pieces", exc_type=ImportError)
 
@@ -98,8 +99,10 @@ def test_a_worker_adds_pieces_before_vllm_captures_graphs(monkeypatch) -> None:
     monkeypatch.setattr(worker.PlatformWorker, "compile_or_warm_up_model", lambda self: done.append("captured"))
     monkeypatch.setattr(worker, "patch_graphs", lambda *given: done.append(given))
     monkeypatch.setattr(worker, "replays_of", lambda *_: None)
-    worker_with(EngineSpec(model="m", max_num_batched_tokens=600)).compile_or_warm_up_model()
-    assert done == [("runner", [], [256, 512]), "captured"]
+    sampling = SamplingParams(max_tokens=48)
+    spec = EngineSpec(model="m", max_num_batched_tokens=600, max_model_len=1000, expected_sampling=sampling)
+    worker_with(spec).compile_or_warm_up_model()
+    assert done == [("runner", [], [256, 512], 952), "captured"]
 
 
 @pytest.mark.parametrize(("given", "on_gpu", "found"), [(None, True, "1"), ("0", True, "0"), (None, False, None)])
@@ -165,7 +168,7 @@ EAGER = [(NONE, 3, 2), (NONE, 5, 2), (NONE, 16, 8), (NONE, 17, 2), (NONE, 33, 2)
 
 
 def test_a_mixed_step_takes_the_next_larger_piece_and_one_that_decodes_its_whole_graph(runner) -> None:
-    patches.patch_graphs(runner, (), [16, 32])
+    patches.patch_graphs(runner, ("shared_prefixes",), [16, 32], 0)
     assert dispatched(runner)[2][0] == NONE  # nothing is captured yet
     runner.cudagraph_manager.capture("model")
     assert runner.captured == {FULL: [8, 4, 2, 1], PIECEWISE: [32, 16]}
@@ -175,7 +178,7 @@ def test_a_mixed_step_takes_the_next_larger_piece_and_one_that_decodes_its_whole
 
 def test_pieces_with_attention_in_them_are_dropped_with_a_warning(runner, caplog) -> None:
     runner.breaks = 2  # of three layers
-    patches.patch_graphs(runner, (), [16, 32])
+    patches.patch_graphs(runner, ("shared_prefixes",), [16, 32], 0)
     runner.cudagraph_manager.capture("model")
     assert dispatched(runner) == WHOLE + EAGER
     assert runner.cudagraph_manager.use_breakable_cg is False
@@ -226,7 +229,7 @@ def test_a_runner_that_does_not_suit_stays_as_it_is(change, said, runner, monkey
     change(runner, monkeypatch)
     capture = runner.cudagraph_manager.capture
     with caplog.at_level(logging.INFO, "rlhf_rollout"):
-        patches.patch_graphs(runner, (), [16, 32])
+        patches.patch_graphs(runner, ("shared_prefixes",), [16, 32], 0)
     assert said in caplog.text and bool(said) == bool(caplog.text)
     assert runner.cudagraph_manager.capture is capture
     capture("model")

@@ -231,7 +231,7 @@ class Runner(GPUModelRunner):
 @pytest.fixture
 def runner(monkeypatch) -> Any:
     found = Runner(monkeypatch, num_rows=24)
-    patches.patch_graphs(found, (), [])
+    patches.patch_graphs(found, (), [], 40)
     found.cudagraph_manager.capture()
     # Two prompts of 20 and 14 tokens with 6 and 3 answers, and one answer to another.
     rng = np.random.default_rng(0)
@@ -278,23 +278,23 @@ def test_a_step_that_saves_too_little_or_has_too_many_groups_reads_per_sequence(
         ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "there is no prefix cache"),
         ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "several engines share a model"),
         ({"dtype": torch.bfloat16}, "the KV cache is in torch.float32"),
-        ({"max_model_len": 0}, "too few or too short"),
+        ({"max_num_reqs": 0}, "prompts of 40 tokens are too short for a gain in 0 slots"),
     ],
 )
 def test_a_runner_that_does_not_suit_stays_as_it_is(change, said, monkeypatch, caplog) -> None:
     found = Runner(monkeypatch, num_rows=24, **change)
     with caplog.at_level(logging.INFO, "rlhf_rollout"):
-        patches.patch_graphs(found, (), [])
+        patches.patch_graphs(found, (), [], 40)
     assert said in caplog.text and found.cudagraph_manager.capture == found.capture
 
 
 def test_other_kernels_and_layers_have_no_groups(monkeypatch, caplog) -> None:
     found = Runner(monkeypatch, num_rows=24)
-    patches.patch_graphs(found, ("shared_prefixes",), [])
+    patches.patch_graphs(found, ("shared_prefixes",), [], 40)
     assert found.cudagraph_manager.capture == found.capture and not caplog.text
     found.attn_groups[0][0].get_metadata_builder(0).aot_schedule = False
     with caplog.at_level(logging.INFO, "rlhf_rollout"):
-        patches.patch_graphs(found, (), [])
+        patches.patch_graphs(found, (), [], 40)
     assert "attention is not FlashAttention 3" in caplog.text
     assert found.cudagraph_manager.capture == found.capture
 
@@ -304,7 +304,7 @@ def test_other_kernels_and_layers_have_no_groups(monkeypatch, caplog) -> None:
 )
 def test_attention_of_another_kind_is_found_before_it_is_captured(asked, monkeypatch, caplog) -> None:
     found = Runner(monkeypatch, num_rows=8)
-    patches.patch_graphs(found, (), [])
+    patches.patch_graphs(found, (), [], 40)
     found.asked |= asked
     monkeypatch.setattr(found, "attention", lambda *given: Runner.attention(found, *given) if given[1] != paged else 0)
     kept = found.cudagraph_manager._capture_descs

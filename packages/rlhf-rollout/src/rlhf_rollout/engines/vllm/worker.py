@@ -119,7 +119,8 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         sampling = self._settings["expected_sampling"]
         expected = None if sampling is None else SamplingParams(**sampling)
         if current_platform.is_cuda():
-            patch_graphs(self.model_runner, self._settings["skip_patches"], self._settings["piece_sizes"])
+            wanted = (self._settings[name] for name in ("skip_patches", "piece_sizes", "longest_prompt"))
+            patch_graphs(self.model_runner, *wanted)
         with limited_warm_up(expected, has_experts=self._settings["has_experts"]):
             seconds = super().compile_or_warm_up_model()
         if current_platform.is_cuda():

@@ -55,7 +55,7 @@ def patch_runner(runner: Any, skipped: Collection[str], masked_ids: Sequence[Seq
     _patch("sampling_head", runner, "model runner", skipped, masked_ids)
 
 
-def patch_graphs(runner: Any, skipped: Collection[str], sizes: Sequence[int]) -> None:
+def patch_graphs(runner: Any, skipped: Collection[str], sizes: Sequence[int], longest_prompt: int) -> None:
     """Have vLLM's model runner on a GPU replay more steps as graphs, if it is its second one.
 
     Steps with prompts get graphs in pieces, and steps that decode get others that read shared prefixes once.
@@ -64,12 +64,13 @@ def patch_graphs(runner: Any, skipped: Collection[str], sizes: Sequence[int]) ->
         runner: vLLM's, which has a KV cache and has not captured CUDA graphs.
         skipped: names of patches to leave out.
         sizes: numbers of tokens, ascending, for which there are pieces; for none of them if there are none.
+        longest_prompt: tokens of a prompt, at most, as far as is known.
     """
     if not _is_second(runner):
         return
     if find_spec("rlhf_kernels") is not None:
         # The first of the two, because it captures a second time: the other one captures around both.
-        _patch("shared_prefixes", runner, "model runner", skipped)
+        _patch("shared_prefixes", runner, "model runner", skipped, longest_prompt)
     if sizes:
         _patch("graph_pieces", runner, "model runner", skipped, sizes)
 

@@ -47,7 +47,6 @@ NEEDS = (
     "cudagraph_manager.graphs",
     "device",
     "dtype",
-    "max_model_len",
     "max_num_reqs",
     "parallel_config.data_parallel_size",
     "prepare_attn",
@@ -60,24 +59,25 @@ class UnfitError(Exception):
     """Says why an engine does not read shared prefixes once."""
 
 
-def patch(runner: Any) -> None:
+def patch(runner: Any, longest_prompt: int) -> None:
     """Have a model runner capture a second set of graphs, and replay those in steps whose sequences share enough.
 
     It leaves a runner as it is that has no prefix cache, more than full attention, several KV caches, another kernel
-    than FlashAttention 3, or sequences too few and short for a gain, and says so in the log at level INFO.
+    than FlashAttention 3, or too few sequences and short prompts for a gain, and says so in the log at level INFO.
 
     Args:
         runner: vLLM's second one, with a KV cache, which has not captured its graphs.
+        longest_prompt: tokens of a prompt, at most, as far as is known.
     """
     try:
-        builder = _checked_builder(runner)
+        builder = _checked_builder(runner, longest_prompt)
     except UnfitError as reason:
         _logger.info("vLLM reads shared prefixes once per sequence: %s", reason)
         return
     SharedPrefixes(runner, builder)
 
 
-def _checked_builder(runner: Any) -> Any:
+def _checked_builder(runner: Any, longest_prompt: int) -> Any:
     """Return what builds vLLM's plans of attention for a runner; raise UnfitError if the runner does not suit."""
     tables = runner.block_tables
     obstacles = {
@@ -99,8 +99,8 @@ def _checked_builder(runner: Any) -> Any:
         raise UnfitError(f"the KV cache is in {spec.dtype}")
     if len(groups) > 1 and any(group.kv_cache_spec != spec for group in groups):
         raise UnfitError("layers have KV caches of different shapes")
-    if runner.max_num_reqs * runner.max_model_len * token_bytes(spec) < LEAST_BYTES:
-        raise UnfitError("sequences are too few or too short for a gain")
+    if runner.max_num_reqs * longest_prompt * token_bytes(spec) < LEAST_BYTES:
+        raise UnfitError(f"prompts of {longest_prompt} tokens are too short for a gain in {runner.max_num_reqs} slots")
     return builder
 
 
