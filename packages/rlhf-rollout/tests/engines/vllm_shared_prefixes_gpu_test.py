@@ -252,4 +252,4 @@ def test_an_engine_gives_the_log_probs_of_its_model_and_the_same_greedy_tokens(e
             values = logits_of(model, prompt, one)[first]
             assert values.max() - values[int(other.token_ids[first])] < 3 * LOGPROB_TOLERANCE
             assert values.max() - values[int(one.token_ids[first])] < 3 * LOGPROB_TOLERANCE
-    assert num_equal > 5 * len(prompts)
+    assert num_equal > len(prompts)
