@@ -1,4 +1,4 @@
-"""Runs that differ in `--group_by` or the mix of sources alone, and the game and the sums that they learn."""
+"""Runs that differ in `--group_by`, the mix of sources or the draft model, and the game and the sums that they learn."""
 
 import json
 import re
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workloads.learning import group_by, mixing, ranges
+from runner import Metrics
+from workloads.learning import drafting, group_by, mixing, ranges
 
 
 def test_a_guess_is_answered_by_the_range_that_is_left():
@@ -55,6 +56,27 @@ def test_runs_differ_in_the_comparison_and_the_seed_alone(bench, monkeypatch):
     assert [round(one["accuracy_after"], 6) for one in state["runs"]] == [0.3, 0.6]
     assert state["runs"][1]["flags"].endswith("--group_by state --seed 7")
     assert "tmp" not in state["runs"][1]["flags"]
+
+
+def test_runs_differ_in_whether_the_draft_model_is_trained_alone(bench, monkeypatch):
+    given = []
+
+    def run_ppo(flags, folder):
+        given.append(flags)
+        draft = json.loads((folder.parent / "draft/config.json").read_text())
+        assert draft["num_hidden_layers"] == 1 and str(folder.parent / "draft") in flags
+        accepted = [0.1 * len(given), 0.1]
+        steps = [{"throughput/accepted_drafts": share, "time/step": 1.0} for share in accepted]
+        final = {"eval/accuracy_before": 0.5, "eval/accuracy_after": 0.75, "time/total": 2.0}
+        return Metrics([], steps, final)
+
+    monkeypatch.setattr(drafting, "run_ppo", run_ppo)
+    _, report = bench("drafting", "--seeds", "4", "7")
+    assert [len(flags) - len(given[0]) for flags in given] == [0, 2, 0, 2]
+    assert [flags[-1] for flags in given] == ["4", "4", "7", "7"]
+    assert given[1][-4:-2] == ["--draft_learning_rate", "3e-3"]
+    assert report["trained"]["mean_accepted_by_step"] == pytest.approx([0.3, 0.1])
+    assert "tmp" not in report["frozen"]["runs"][1]["flags"]
 
 
 def test_sums_of_two_tasks_are_mixed_in_two_ways(bench, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import itertools
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -242,6 +243,12 @@ def test_draft_models_of_other_vocabularies_are_refused(path, tmp_path):
         build_engine("vllm", spec(path, draft_model=str(other)))
     with pytest.raises(ConfigError, match="none"):
         build_engine("vllm", spec(path, draft_model=str(tmp_path / "none")))
+    head = tiny_model_dir(tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    for kind in ("LlamaForCausalLMEagle3", "MiMoMTPModel", "MedusaModel", "MLPSpeculatorPreTrainedModel"):
+        (head / "config.json").write_text(json.dumps(config | {"architectures": [kind]}))
+        with pytest.raises(ConfigError, match=rf"is a {kind}, which drafts from (.|\n)*hint: draft with"):
+            build_engine("vllm", spec(path, draft_model=str(head)))
 
 
 def test_what_drafts_do_not_go_with_is_refused(engine):

@@ -26,6 +26,8 @@ NAMES = {
 }
 # Tokens before a draft that must have stood before, in the same order: with one, most drafts are wrong.
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+# In the names of classes of models that read the policy's hidden states, and write nothing without them.
+_HEADS = ("eagle", "mtp", "medusa", "speculator", "dflash")
 _OTHERS = "draft with a smaller model of the policy's family, or with ``speculative=ngram``"
 
 
@@ -64,11 +66,18 @@ def draft_model_dir(name: str, config: Mapping[str, Any], tokenizer: Any = None)
     """Return the folder of a draft model, given the policy's config and, if its tokens are to be compared, `tokenizer`.
 
     Raises:
-        ConfigError: there is none, or it has another vocabulary.
+        ConfigError: there is none, or it is no whole language model, or it has another vocabulary.
         EngineError: its download fails.
     """
     folder = resolve_model_dir(name)
-    sizes = [int(each["vocab_size"]) for each in (read_config(folder), config)]
+    own = read_config(folder)
+    for kind in own.get("architectures") or ():
+        if any(head in kind.lower() for head in _HEADS):
+            message = (
+                f"{name} is a {kind}, which drafts from the policy's hidden states and is no language model by itself"
+            )
+            raise ConfigError(message, hint=_OTHERS)
+    sizes = [int(each["vocab_size"]) for each in (own, config)]
     if sizes[0] != sizes[1]:
         message = f"the draft model {name} has a vocabulary of {sizes[0]} tokens, and the policy one of {sizes[1]}"
         raise ConfigError(message, hint=_OTHERS)
