@@ -1,4 +1,4 @@
-"""Runs that differ in `--group_by`, the mix of sources or the draft model, and the game and the sums that they learn."""
+"""Runs that differ in `--group_by`, the mix of sources or the draft model, and the game and sums that they learn."""
 
 import json
 import re

@@ -77,6 +77,11 @@ TABLE = [
         "drop one of them",
     ),
     (
+        "ppo --vllm_speculative mtp",
+        "error: .*/builtin/model has no layers that predict several tokens, with which --vllm_speculative mtp drafts",
+        "draft with a smaller model of the policy's family, or with --vllm_speculative ngram",
+    ),
+    (
         "ppo --draft_learning_rate 1e-5",
         "error: --draft_learning_rate trains the model of --vllm_draft_model, and there is none",
         "add --vllm_draft_model, or drop --draft_learning_rate",

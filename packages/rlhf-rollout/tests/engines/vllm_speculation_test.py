@@ -12,13 +12,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from vllm.config import CUDAGraphMode
 from vllm.v1.sample import rejection_sampler
 
 from engine_testing import Subject, stopped_amid, update
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_models.testing import tiny_model_dir
+from rlhf_models.weights import hf_named_weights
 from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.vllm.core import graph_options
 from rlhf_rollout.engines.vllm.speculation import expand_rows_on_cpu, plan_as_captured
@@ -204,6 +206,54 @@ def test_updates_bring_the_weights_of_the_draft_model(tmp_path):
         del weights[2]["model.norm.weight"]
         with pytest.raises(WeightSyncError, match=r"draft model: model\.norm\.weight"):
             send(4, 0, 2)
+    finally:
+        asyncio.run(engine.close())
+
+
+def with_layers_for_drafts(path):
+    """Give a model of two layers a third one, which drafts: a copy of its last layer with what stands around it."""
+    config = Glm4MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
+        first_k_dense_replace=1, num_nextn_predict_layers=1, tie_word_embeddings=False, initializer_range=0.2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    last, own = "model.layers.1.", "model.layers.2."
+    weights |= {name.replace(last, own): value.clone() for name, value in weights.items() if last in name}
+    weights |= {f"{own}{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights[f"{own}eh_proj.weight"] = torch.eye(64, 128)
+    weights[f"{own}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{own}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_a_models_own_layers_draft_and_tokens_are_those_of_its_weights_before_and_after_an_update(path, tmp_path):
+    own = with_layers_for_drafts(tiny_model_dir(tmp_path / "own", vocab_size=512))
+    with pytest.raises(ConfigError, match=r"has no layers that predict several tokens(.|\n)*hint: draft with"):
+        build_engine("vllm", spec(path, speculative="mtp"))
+    engine = build_engine("vllm", spec(own, speculative="mtp", max_num_seqs=8))
+    before = draft_weights(engine)
+    policy = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).requires_grad_(False)
+    try:
+        for version, scale in enumerate((1.0, 0.9, 0.8), 1):
+            for name, value in policy.named_parameters():
+                value *= scale if "proj" in name else 1.0
+            weights = {name: value.numpy() for name, value in hf_named_weights(policy)}
+            asyncio.run(update(Subject("vllm", engine, weights, 512), version))
+            completions = generate(engine, max_tokens=40, num_samples=4, seed=3)
+            assert sum(completion.drafts[2] for completion in completions)
+            for completion in completions:
+                assert np.abs(completion.logprobs - expected(policy, completion)).max() < BOUND
+            [likely] = generate(engine, max_tokens=40, temperature=0.0)
+            rows = log_softmax(policy, np.concatenate([PROMPT, likely.token_ids])[None])[0]
+            assert likely.token_ids.tolist() == (rows.argmax(-1) + ALLOWED.start).tolist()
+        after = draft_weights(engine)
+        layers = [name for name in before if "mtp_block" in name]
+        assert layers and all(torch.equal(before[name], after[name]) for name in layers)
     finally:
         asyncio.run(engine.close())
 

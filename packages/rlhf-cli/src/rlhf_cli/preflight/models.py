@@ -134,11 +134,14 @@ def check_engine(model_config: Any, *, images: bool = False) -> None:
 def check_draft_model(config: PpoConfig, model_config: Any, tokenizer: Any) -> list[str]:
     """Return the path of --vllm_draft_model if it is trained, else nothing.
 
-    Raises ConfigError if it is not there, has another vocabulary than the policy, or cannot be trained although it is
-    to be.
+    Raises ConfigError for --vllm_speculative mtp if the policy has no layers for it, and for a draft model that is not
+    there, has another vocabulary than the policy, or is to be trained and cannot be.
     """
-    from rlhf_rollout.engines.vllm.speculation import draft_model_dir
+    from rlhf_rollout.engines.model_files import resolve_model_dir
+    from rlhf_rollout.engines.vllm.speculation import check_own_layers, draft_model_dir
 
+    if config.engine.vllm_speculative == "mtp":
+        check_own_layers(resolve_model_dir(model_path(config.model.pretrain)))
     if config.engine.vllm_draft_model is None:
         return []
     path = model_path(config.engine.vllm_draft_model)

@@ -169,7 +169,8 @@ class EngineSection(Section, title="generation engine (vLLM)"):
     vllm_speculative: one_of(DRAFTS) | None = flag(
         None,
         "ngram: engines draft the tokens that followed the last 2 to 4 where these stood before, in prompt or response,"
-        " and check them in one pass of the model; responses have the same distribution. None: no drafts",
+        " and check them in one pass of the model; responses have the same distribution. mtp: engines draft with the"
+        " model's own layers that predict several tokens, which stay as they are. None: no drafts",
     )
     vllm_draft_model: str | None = flag(
         None,

@@ -13,7 +13,7 @@ from rlhf_rollout.weights import MEDIA, Medium
 ENGINE_KINDS = ("fake", "http", "transformers", "vllm")
 _DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("fp8",)
-DRAFTS = ("ngram",)
+DRAFTS = ("ngram", "mtp")
 # Speed-ups of vLLM, see `rlhf_rollout.engines.vllm.patches`.
 VLLM_PATCHES = (
     "idle_slots",
@@ -78,7 +78,8 @@ class EngineSpec:
         tensor_parallel_size: GPUs per engine.
         num_threads: CPU threads of the engine's process; None for OMP_NUM_THREADS, or else one per core.
         speculative: "ngram" has "vllm" draft the tokens that followed the last ones where these stood before, in prompt
-            or response, and check them in one pass of the model. Samples have the same distribution. None: no drafts.
+            or response, and check them in one pass of the model. Samples have the same distribution. "mtp" drafts with
+            the layers for that which the model's folder has, and which updates leave as they are. None: no drafts.
         draft_model: folder or hub name of a smaller model with the same vocabulary, whose most likely tokens "vllm"
             takes for drafts, as with `speculative`. Updates change it if they bring its weights, under names that begin
             with `rlhf_rollout.weights.bucket.DRAFT`. None: no such drafts.
@@ -124,7 +125,7 @@ class EngineSpec:
     images: bool = False
     tensor_parallel_size: int = bounded(1, ge=1)
     num_threads: int | None = None
-    speculative: Literal["ngram"] | None = None
+    speculative: Literal["ngram", "mtp"] | None = None
     draft_model: str | None = None
     speculative_tokens: int = bounded(4, ge=1, le=32)
     skip_patches: tuple[str, ...] = ()

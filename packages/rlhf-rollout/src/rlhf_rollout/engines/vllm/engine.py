@@ -23,7 +23,7 @@ from rlhf_rollout.engines.vllm.images import features
 from rlhf_rollout.engines.vllm.internals import adapter_request, adapter_requests, check_vllm
 from rlhf_rollout.engines.vllm.memory import piece_sizes
 from rlhf_rollout.engines.vllm.own_classes import shortest_prompt
-from rlhf_rollout.engines.vllm.speculation import check_sampling, draft_model_dir
+from rlhf_rollout.engines.vllm.speculation import check_own_layers, check_sampling, draft_model_dir
 from rlhf_rollout.protocols import Completion, Draft, EngineHealth, PauseMode, SamplingParams, check_pause_mode
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.senders import Senders, merged
@@ -44,6 +44,8 @@ class VllmEngine:
             raise ConfigError("weight_transfer ipc needs a GPU", hint="use weight_transfer shared_memory")
         if spec.draft_model:
             spec = replace(spec, draft_model=str(draft_model_dir(spec.draft_model, config)))
+        if spec.speculative == "mtp":
+            check_own_layers(model_dir)
         if spec.tensor_parallel_size > 1:
             check_visible_gpus(spec.tensor_parallel_size)
         if spec.seed is None:
@@ -324,7 +326,8 @@ class VllmEngine:
             self._incomplete = DROPPED
         level = 0
         if self._on_gpu:  # vLLM's level 1 moves what the model holds to host memory, 2 keeps its buffers alone
-            has_others = self._spec.draft_model or any(core.collective_rpc("rlhf_holds_more_than_weights"))
+            drafts = self._spec.draft_model or self._spec.speculative == "mtp"  # with weights that no update brings
+            has_others = drafts or any(core.collective_rpc("rlhf_holds_more_than_weights"))
             level = 1 if keep_weights or has_others else 2
         core.sleep(level)
 

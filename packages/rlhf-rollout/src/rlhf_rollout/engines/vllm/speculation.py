@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_data.errors import ConfigError, EngineError
 from rlhf_data.pretrained import check_same_tokenizer
+from rlhf_data.stored_weights import stored_weights
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.engines.vllm.internals import require
@@ -55,7 +56,8 @@ def draft_options(spec: EngineSpec) -> dict[str, Any]:
         return {}
     # vLLM has graphs of a draft model's passes only with compiled layers.
     model = {"method": "draft_model", "model": spec.draft_model, "enforce_eager": True}
-    own = model if spec.draft_model else _NGRAM
+    ways = {"ngram": _NGRAM, "mtp": {"method": "mtp", "enforce_eager": True}}
+    own = ways[spec.speculative] if spec.speculative else model
     return {
         "speculative_config": {**own, "num_speculative_tokens": spec.speculative_tokens},
         "async_scheduling": False,
@@ -84,6 +86,19 @@ def draft_model_dir(name: str, config: Mapping[str, Any], tokenizer: Any = None)
     if tokenizer is not None:
         check_same_tokenizer(name, tokenizer, _OTHERS)
     return folder
+
+
+def check_own_layers(folder: Path) -> None:
+    """Raise ConfigError unless a model's folder has layers that predict several tokens (arXiv:2404.19737).
+
+    They are behind the others, or have `mtp` in the names of their weights.
+    """
+    config = read_config(folder)
+    behind = f".layers.{config.get('num_hidden_layers')}."
+    is_said = any(config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    if not (is_said and any("mtp" in name or behind in name for name in stored_weights(folder))):
+        message = f"{folder} has no layers that predict several tokens, with which ``speculative=mtp`` drafts"
+        raise ConfigError(message, hint=_OTHERS)
 
 
 def count_drafts(core: Any, samples: Mapping[str, Any]) -> None:

@@ -73,9 +73,10 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         masked_ids = self._settings["masked_ids"]
         mask_logits(self.get_model(), masked_ids)
         drafts = self.vllm_config.speculative_config
-        if drafts is not None and drafts.method == "draft_model":
-            draft = self.model_runner.get_draft_model()
+        draft = self.model_runner.get_draft_model() if drafts is not None else None
+        if draft is not None:
             mask_logits(draft, masked_ids)
+        if drafts is not None and drafts.method == "draft_model":
             self.weight_transfer_engine.take_draft(draft, self.model_runner.drafter._create_draft_vllm_config())
         if current_platform.is_cuda():
             patch_runner(self.model_runner, self._settings["skip_patches"], masked_ids)
