@@ -36,7 +36,7 @@ SFT += " --train_batch_size 16 --micro_train_batch_size 16"
 PPO = "--prompt_data train.jsonl --eval_data held.jsonl --label_key output --remote_rm_url reward.py --save_path out"
 PPO += " --advantage_estimator group_norm --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64"
 PPO += " --train_steps 8 --eval_temperature 1 --micro_train_batch_size 32 --prompt_max_len 160"
-PPO += " --generate_max_len 6 --actor_learning_rate 1e-3 --init_kl_coef 0.01 --seed 1"
+PPO += " --generate_max_len 6 --actor_learning_rate 1e-3 --init_kl_coef 0 --seed 1"
 
 
 def written(folder, name: str, count: int, seed: int) -> None:
