@@ -61,15 +61,15 @@ def test_dapo_learns_the_built_in_task_from_drafted_tokens_with_the_log_probs_of
 @pytest.mark.skipif(ON_GPU, reason="the bounds of the accuracies are those of float32")
 def test_fresh_policy_learns_from_the_final_model_as_its_teacher_without_any_reward(dapo, rlhf, tmp_path):
     flags = ["--teacher_model", str(dapo[0] / "out/model"), "--remote_rm_url", "None", "--seed", "1"]
-    flags += ["--advantage_estimator", "reinforce", "--init_kl_coef", "0", "--actor_learning_rate", "6e-4"]
-    lines = ppo(rlhf, *flags, "--train_steps", "12", "--eval_steps", "-1", folder=tmp_path)
+    flags += ["--advantage_estimator", "reinforce", "--init_kl_coef", "0", "--actor_learning_rate", "8e-4"]
+    lines = ppo(rlhf, *flags, "--train_steps", "8", "--eval_steps", "-1", folder=tmp_path)
     right: dict[int, list[bool]] = {}
     for record in read_jsonl(tmp_path / "out/eval_rollouts.jsonl"):
         right.setdefault(record["step"], []).append(record["text"].rpartition("####")[2].strip() == record["label"])
     accuracy = {step: mean(found) for step, found in right.items()}
-    assert accuracy[0] <= 0.40 and accuracy[12] >= 0.60
+    assert accuracy[0] <= 0.40 and accuracy[8] >= 0.50
     steps = [line for line in lines if "time/step" in line]
-    assert steps[0]["kl/teacher"] > 2 * mean(line["kl/teacher"] for line in steps[-3:])
+    assert steps[0]["kl/teacher"] > 3 * mean(line["kl/teacher"] for line in steps[-3:])
     assert {line["samples/trained"] for line in steps} == {128}
     assert not [
         name for line in lines for name in line if "accuracy" in name or ("reward" in name and "time" not in name)
