@@ -17,6 +17,7 @@ from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.algorithms.token_specs import DistributionSpec, EntropySpec
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
 from rlhf_train.learning import rehearsal
+from rlhf_train.learning.learning_spec import LearningSpec
 from rlhf_train.learning.rank_actor import RankActor
 from rlhf_train.learning.rehearsal import (
     made_up_step,
@@ -324,6 +325,7 @@ def test_a_teachers_distributions_are_rehearsed(job):
     models = {"actor": job.models["actor"], "critic": job.models["critic"], "teacher": job.models["reference"]}
     taught = SimpleNamespace(**{name: getattr(job, name) for name in ("batch", "engine", "sampling", "seed")})
     taught.models, taught.algorithm = models, algorithm
+    taught.column_roles = LearningSpec.column_roles.fget(taught)
     worker = lone_worker(models, algorithm)
     losses = []
     loss = worker._actor_loss

@@ -390,9 +390,21 @@ def exchanged(rows: Tensor, sent: list[int], received: list[int], group: torch.d
         rows: [N, H], those for rank 0 of the group first.
         sent, received: how many go to each rank, and come from it.
     """
-    from deepspeed.module_inject.auto_ep_layer import _AllToAllV
+    return expert_exchange()._AllToAllV.apply(group, rows, sent, received)
 
-    return _AllToAllV.apply(group, rows, sent, received)
+
+def expert_exchange() -> Any:
+    """Return DeepSpeed's module of how ranks that divide experts exchange tokens."""
+    from deepspeed.module_inject import auto_ep_layer
+
+    return auto_ep_layer
+
+
+def expert_module() -> Any:
+    """Return the class by which DeepSpeed finds that a model has experts that ranks divide."""
+    from deepspeed.moe.layer import MoE
+
+    return MoE
 
 
 def group_of_copies() -> Any:

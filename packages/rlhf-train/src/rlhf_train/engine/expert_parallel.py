@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlhf_data.errors import ConfigError
 from rlhf_models.experts.routing import num_experts
-from rlhf_train.engine.deepspeed_internals import exchanged, form_expert_group
+from rlhf_train.engine.deepspeed_internals import exchanged, expert_exchange, expert_module, form_expert_group
 from rlhf_train.engine.shards import WeightPart
 from rlhf_train.engine.tensor_parallel import gathered
 
@@ -99,9 +99,8 @@ def divide_experts(model: nn.Module, group: ExpertGroup) -> None:
 
 def _marker(num_layers: int) -> nn.Module:
     """Return a module without weights, by which DeepSpeed finds that a model has experts that ranks divide."""
-    from deepspeed.moe.layer import MoE
 
-    class DividedExperts(MoE):
+    class DividedExperts(expert_module()):
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.num_experts = num_layers  # only checkpoints of DeepSpeed's own read it
@@ -133,13 +132,12 @@ def _run(
     Returns:
         [N, H], the weighted sums.
     """
-    from deepspeed.module_inject.auto_ep_layer import combine_from_routed, compute_split_plan
-
+    exchange = expert_exchange()
     num_tokens, width = hidden_states.shape
     top_k = top_k_index.shape[1]
     num_own = num_experts // size
     by_expert = top_k_index.flatten().argsort(stable=True)
-    plan = compute_split_plan(top_k_index, num_experts, size, num_own, group)
+    plan = exchange.compute_split_plan(top_k_index, num_experts, size, num_own, group)
     sent = hidden_states[by_expert // top_k]
     received = exchanged(sent, plan.input_splits, plan.output_splits, group)
     own = torch.arange(num_own, device=sent.device).repeat(size)
@@ -150,5 +148,5 @@ def _run(
     computed = run(received, own[:, None], received.new_ones(len(received), 1))[:num_received]
     returned = exchanged(computed, plan.output_splits, plan.input_splits, group)
     shape = (1, num_tokens, width)
-    [combined] = combine_from_routed(returned, top_k_weights, by_expert, top_k, "post", "weighted_sum", shape)
+    [combined] = exchange.combine_from_routed(returned, top_k_weights, by_expert, top_k, "post", "weighted_sum", shape)
     return combined

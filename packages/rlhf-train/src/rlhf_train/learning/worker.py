@@ -24,18 +24,11 @@ from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
 from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.residence import Residence, release_cache
+from rlhf_train.learning import loss_metrics
 from rlhf_train.learning.advantages import advantages_and_returns, values_before
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience, column_of
 from rlhf_train.learning.learning_spec import is_teacher
-from rlhf_train.learning.loss_metrics import (
-    critic_loss,
-    draft_loss,
-    masked_mean,
-    policy_metrics,
-    teacher_metrics,
-    update_metrics,
-)
 from rlhf_train.learning.micro_batches import lay_out, policy_stream, read_ahead, recounted, teacher_term, token_batch
 from rlhf_train.learning.trained_tokens import (
     Pass,
@@ -88,8 +81,7 @@ class TrainWorker:
         """Join the rank set and load the models. Collective.
 
         Args:
-            models: role ("actor", "critic", "draft", "reference" or one of `teacher_role`) to the settings of its
-                model.
+            models: role ("actor", "critic", "draft", "reference", or a `teacher_role`) to its model's settings.
             algorithm: what is optimized.
             temperature: sampling temperature of the rollouts; log-probs are computed at this temperature.
             rank, num_ranks: number of this process in its rank set, from 0, and of processes there.
@@ -181,7 +173,7 @@ class TrainWorker:
                 for name, column in columns.items():
                     column[positions, : mask.shape[1]] = outputs[name].float()
                 if role == "actor":
-                    entropy = entropy.merge(masked_mean(outputs["entropy"], mask))
+                    entropy = entropy.merge(loss_metrics.masked_mean(outputs["entropy"], mask))
         for name, column in columns.items():
             self._experience.set_column(name, column)
         return self._reported({"policy/entropy": entropy} if role == "actor" else {})
@@ -233,8 +225,8 @@ class TrainWorker:
         experience.set_column("advantages", advantages)
         experience.set_column("returns", returns)
         metrics |= choose_tokens(experience, spec, self._device, counts=self._leads_group)
-        metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
-        metrics["value/return"] = masked_mean(columns["returns"], mask)
+        metrics["policy/advantage_abs"] = loss_metrics.masked_mean(columns["advantages"].abs(), mask)
+        metrics["value/return"] = loss_metrics.masked_mean(columns["returns"], mask)
         return self._reported(metrics)
 
     def update(
@@ -314,7 +306,7 @@ class TrainWorker:
         if role == "actor" and self._average is not None:
             self._average.update(engine.local_weights())
         num_rollouts = sum(map(len, mini_batch.micro_batches))
-        return update_metrics(role, parts, stats, num_rollouts=num_rollouts, num_shards=self._num_shards)
+        return loss_metrics.update_metrics(role, parts, stats, num_rollouts=num_rollouts, num_shards=self._num_shards)
 
     def _loss(
         self,
@@ -329,10 +321,10 @@ class TrainWorker:
             return self._actor_loss(rows, denominators, objective, is_first)
         outputs, mask = self._forward(role, rows)
         if role == "draft":
-            return draft_loss(outputs[column_of(role)], mask, denominators)
+            return loss_metrics.draft_loss(outputs[column_of(role)], mask, denominators)
         columns = self._experience.columns
         inputs = {name: self._cut(columns[name], rows, mask.shape[1]) for name in ("values", "returns")}
-        return critic_loss(outputs["values"], mask, inputs, self._algorithm, denominators)
+        return loss_metrics.critic_loss(outputs["values"], mask, inputs, self._algorithm, denominators)
 
     def _actor_loss(
         self, rows: Sequence[int], denominators: Denominators, objective: PolicyObjective, is_first: bool
@@ -354,10 +346,10 @@ class TrainWorker:
             term=term,
         )
         self._passes.append((rows, wanted, output.logprobs, output.entropy))
-        metrics = policy_metrics(output.metrics, spec, getattr(stream.own_loss, "metrics", None))
+        metrics = loss_metrics.policy_metrics(output.metrics, spec, getattr(stream.own_loss, "metrics", None))
         if term is not None:
             sources = [experience.sources[row] for row in rows if experience.sources]
-            metrics |= teacher_metrics(term.divergence, experience.policy_mask[list(rows)], sources)
+            metrics |= loss_metrics.teacher_metrics(term.divergence, experience.policy_mask[list(rows)], sources)
         if is_first and not spec.runs_actor:
             metrics |= first_pass_metrics(experience, spec, self._passes[-1], stream)
         return output.loss, metrics

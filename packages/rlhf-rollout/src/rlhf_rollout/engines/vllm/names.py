@@ -24,6 +24,8 @@ from vllm.v1.executor import Executor
 
 with suppress(ImportError):  # of engines on a CPU
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+with suppress(ImportError):  # of drafts on a CPU
+    from vllm.v1.sample import rejection_sampler
 with suppress(ImportError):  # of `bulk_decoding` and `multi_step`
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs

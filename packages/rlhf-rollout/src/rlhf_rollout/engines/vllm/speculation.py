@@ -145,7 +145,7 @@ def expand_rows_on_cpu() -> None:
     Its own kernel for CPUs writes into a copy, unless the numbers are int64, so that drafts were checked with whatever
     memory held. Steps of vLLM 0.32 may have drafts without a token, which its top-k fails on.
     """
-    from vllm.v1.sample import rejection_sampler
+    from rlhf_rollout.engines.vllm.names import rejection_sampler
 
     constrain = rejection_sampler.apply_sampling_constraints
 
