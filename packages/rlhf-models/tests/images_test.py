@@ -23,6 +23,7 @@ from rlhf_data.images.files import read_image
 from rlhf_data.images.reader import load_image_reader, open_image_reader
 from rlhf_data.pretrained import load_tokenizer
 from rlhf_data.rows.row import Row
+from rlhf_models.backbone import run_backbone
 from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_config, load_reward_model
 from rlhf_models.lora import LoraSpec, add_lora, check_lora, merge_adapter, save_adapter
@@ -138,6 +139,42 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(vision, packing)
     other = actor(batch.with_images(encoder.reader.arrays([*map(turned, refs)]))).logprobs
     for before, after in list(zip(batch.split(logprobs), batch.split(other), strict=True))[:2]:
         assert not torch.allclose(before, after, atol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_images_that_are_shown_several_times_are_read_once_with_the_gradients_of_all_copies(vision, packing):
+    path, encoder = vision
+    one, two, alone = examples(vision)
+    items = [two, one, alone, two, one, one]  # images of other sizes, and in another order than they are kept
+    refs = [ref for item in items for ref in item.images]
+    ids = [item.token_ids for item in items]
+    batch = TokenBatch.packed(ids) if packing else TokenBatch.padded(ids, 0)
+    arrays, shown = encoder.reader.shown_arrays(refs)
+    distinct = encoder.reader.arrays(list(dict.fromkeys(refs)))
+    assert {name: array.tobytes() for name, array in arrays.items()} == {
+        name: array.tobytes() for name, array in distinct.items()
+    }
+    assert encoder.reader.shown_arrays([*dict.fromkeys(refs)])[1] is None
+    actor = load(path, packing).double()
+    weights = torch.rand(actor.model.config.get_text_config().hidden_size, dtype=torch.float64)
+    base = actor.model.base_model
+    [tower] = [part for name, part in base.named_children() if name in ("visual", "vision_tower", "vision_model")]
+    read = []
+    tower.register_forward_pre_hook(
+        lambda _, args, options: read.append((options.get("pixel_values") if not args else args[0]).shape[0]),
+        with_kwargs=True,
+    )
+    found = []
+    for each in (batch.with_images(encoder.reader.arrays(refs)), batch.with_images(arrays, shown)):
+        actor.zero_grad()
+        states = run_backbone(base, each).last_hidden_state
+        (states * weights).sum().backward()
+        gradients = {name: weight.grad for name, weight in actor.named_parameters() if weight.grad is not None}
+        found.append((states.detach(), {name: gradient.clone() for name, gradient in gradients.items()}))
+    assert "get_image_features" not in vars(base)
+    assert len(read) == 2 and read[1] < read[0] / 1.9
+    # The towers of Qwen-VL rotate in float32.
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 def test_scores_of_a_reward_model_are_those_of_its_head_on_the_last_state_of_plain_transformers(vision, tmp_path):

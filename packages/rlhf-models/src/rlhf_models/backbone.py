@@ -22,7 +22,7 @@ from rlhf_models.attention.shared_prompts import SharedPrompts, bounds_arguments
 from rlhf_models.attention.states_apart import keep_states_apart
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.pack_graph import PackGraph, can_be_replayed
-from rlhf_models.images import image_arguments
+from rlhf_models.images import image_arguments, showing
 
 # Families whose packed log-probs `tests/families` compares with those of each sequence alone.
 _EXAMINED = """
@@ -190,7 +190,7 @@ def run_backbone(model: nn.Module, batch: TokenBatch, sequence_group: SequenceGr
     watch = getattr(base, "router_watch", None) if model.training else None
     if watch is not None:
         arguments["output_router_logits"] = True
-    with forwarding(batch):
+    with forwarding(batch), showing(base, batch.shown):
         output = model(input_ids=part.input_ids, position_ids=position_ids, use_cache=False, **arguments)
     if watch is not None:
         watch.see(getattr(output, "router_logits", None), part)

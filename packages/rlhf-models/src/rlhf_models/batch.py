@@ -30,6 +30,8 @@ class TokenBatch:
             where the router chooses. None if it chooses for all of them.
         images: what a model reads of the images of the sequences, in order, by the names of its arguments; None for
             text alone.
+        shown: for each image or tile that the sequences show, in order, its index in `images`; None if each is shown
+            once, in their order. See `ImageReader.shown_arrays`.
     """
 
     input_ids: Tensor
@@ -40,6 +42,7 @@ class TokenBatch:
     shared: SharedPrompts | None = None
     routes: Tensor | None = None
     images: Mapping[str, Tensor] | None = None
+    shown: tuple[int, ...] | None = None
 
     @classmethod
     def padded(cls, sequences: Sequence[Any], pad_id: int, device: torch.device | str = "cpu") -> "TokenBatch":
@@ -119,14 +122,13 @@ class TokenBatch:
         rows = torch.from_numpy(flat).unflatten(0, self.input_ids.shape)
         return replace(self, routes=to_device(rows, self.input_ids.device))
 
-    def with_images(self, arrays: Mapping[str, np.ndarray]) -> "TokenBatch":
-        """Return the batch with the images of its sequences, in order, if any."""
+    def with_images(self, arrays: Mapping[str, np.ndarray], shown: tuple[int, ...] | None = None) -> "TokenBatch":
+        """Return the batch with the images of its sequences, if any, in order or in that of the indices `shown`."""
         if not arrays:
             return self
         device = self.input_ids.device
-        return replace(
-            self, images={name: to_device(torch.from_numpy(array), device) for name, array in arrays.items()}
-        )
+        images = {name: to_device(torch.from_numpy(array), device) for name, array in arrays.items()}
+        return replace(self, images=images, shown=shown)
 
     def with_last(self, token_ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> "TokenBatch":
         """Return the batch with one more sequence at its end, which has all images that the batch reads."""

@@ -129,7 +129,7 @@ def score_sequences(
         tokens = [sequences[row] for row in rows]
         batch = TokenBatch.packed(tokens, device) if packing else TokenBatch.padded(tokens, 0, device)
         if reader is not None:
-            batch = batch.with_images(reader.arrays([path for row in rows for path in pairs[row][1]]))
+            batch = batch.with_images(*reader.shown_arrays([path for row in rows for path in pairs[row][1]]))
         for row, score in zip(rows, model(batch).tolist(), strict=True):
             scores[row] = score
     return scores

@@ -103,7 +103,25 @@ class ImageReader:
 
         Raises DataError for an image that cannot be read.
         """
-        found = _READ.get([(self, ref) for ref in refs])
+        return self._whole(_READ.get([(self, ref) for ref in refs]))
+
+    def shown_arrays(self, refs: Sequence[ImageRef]) -> tuple[dict[str, np.ndarray], tuple[int, ...] | None]:
+        """Return `arrays` with those of equal images once, and for what is shown, in order, its index in them.
+
+        The indices count tiles for families that divide images into rows of equal tiles or crops, images for others.
+        They are None if no two images are equal, which is told by their files' paths or their bytes.
+        """
+        distinct = list(dict.fromkeys(refs))
+        found = _READ.get([(self, ref) for ref in distinct])
+        arrays = self._whole(found)
+        if len(distinct) == len(refs):
+            return arrays, None
+        counts = [self.sizes(each)[1] if self.family in (*_TILES, *_CROPS) else 1 for each in found]
+        ends = np.cumsum(counts).tolist()
+        own = {ref: range(end - n, end) for ref, end, n in zip(distinct, ends, counts, strict=True)}
+        return arrays, tuple(index for ref in refs for index in own[ref])
+
+    def _whole(self, found: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return {name: self._joined(name, [each[name] for each in found]) for name in (found[0] if found else ())}
 
     def _joined(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -43,7 +43,7 @@ def token_batch(
     else:
         batch = TokenBatch.padded(tokens, pad_id=0, device=device)
     if reader is not None:
-        batch = batch.with_images(reader.arrays([path for row in rows for path in experience.images[row]]))
+        batch = batch.with_images(*reader.shown_arrays([path for row in rows for path in experience.images[row]]))
     if not (rows and with_routes) or experience.routes is None:
         return batch
     return batch.routed([experience.routes[row] for row in rows])

@@ -58,7 +58,7 @@ def lay_out(objective: Objective[Any], sequences: Sequence[Any], device: torch.d
     batch = TokenBatch.packed(token_ids, device) if objective.packing else TokenBatch.padded(token_ids, 0, device)
     if objective.reader is None:
         return batch
-    return batch.with_images(objective.reader.arrays([ref for sequence in sequences for ref in sequence.images]))
+    return batch.with_images(*objective.reader.shown_arrays([ref for sequence in sequences for ref in sequence.images]))
 
 
 def trained_mask(batch: TokenBatch, sequences: Sequence[SftExample]) -> Tensor:
