@@ -65,6 +65,20 @@ def test_stop_of_an_agent_ends_an_answer_whose_text_ends_before_it(write, asked,
     assert texts_of(episode.rollouts[0])[1:] == [(POLICY, recorded)]
 
 
+def test_sampling_that_agents_are_told_consists_of_parameters_of_vllm(write):
+    source = """
+        async def run_episode(session):
+            assert sorted(session.sampling) == [
+                "max_tokens", "min_p", "min_tokens", "repetition_penalty", "seed", "stop", "stop_token_ids",
+                "temperature", "top_k", "top_p",
+            ], session.sampling
+            await session.reply()
+            return 1.0
+    """
+    [episode], _ = run(write(source), writes(["one"]))
+    assert episode.verdict.kind is OK, episode.verdict.detail
+
+
 def test_openrlhf_agent_with_retries_is_recorded_token_by_token(write):
     [episode], _ = run(write(RETRIES), writes(["5", "6", "4"]))
     [rollout] = episode.rollouts

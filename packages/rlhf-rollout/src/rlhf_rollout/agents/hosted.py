@@ -33,6 +33,8 @@ _SEED_STRIDE = 1_000_003  # between the seeds of a group's episodes; every answe
 # by default. With ten thousand episodes under way, they would stop the event loop for up to 0.1 and 1 s.
 _COLLECTIONS = (1, 5000)
 
+# Fields of `SamplingParams` that agents are not told. Those that they are told are also parameters of vLLM's class.
+_UNTOLD = ("num_samples", "adapter")
 _CUT = Verdict(VerdictKind.WRONG, 0.0, detail="a limit ended the episode before its reward")
 
 
@@ -105,7 +107,7 @@ class HostedAgent:
             "extra": dict(prompt.extra),
             "max_turns": self.limits.max_turns,
             "max_length": self.limits.max_length,
-            "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key != "num_samples"},
+            "sampling": {key: value for key, value in dataclasses.asdict(sampling).items() if key not in _UNTOLD},
         }
         attempt = _Attempt(make_recorder, told, self)
         started = time.monotonic()
