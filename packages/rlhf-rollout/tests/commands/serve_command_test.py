@@ -388,3 +388,6 @@ def test_dry_run_looks_at_adapters_and_tells_of_those_of_another_model(tmp_path,
     safetensors.numpy.save_file(tensors, adapter / "adapter_model.safetensors")
     assert main(words) == 0
     assert f"notice: the adapter math was trained on owner/other, and is not on {model}" in capsys.readouterr().err
+    words[2] = "owner/other"  # a hub name, whose model is not downloaded
+    assert main(words) == 0
+    assert "notice" not in capsys.readouterr().err

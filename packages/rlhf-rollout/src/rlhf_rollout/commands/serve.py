@@ -124,7 +124,7 @@ def run(config: EngineServerConfig) -> int:
     job = _job(config)
     with TERMINAL.progress.doing("starting the engine"):
         job.check_model()
-        _check_adapters(job.spec)
+        _check_adapters(job.spec, resolve_model_dir)
         tokenizer = None
         if job.kind in WITH_MODEL:
             try:
@@ -145,8 +145,8 @@ def run(config: EngineServerConfig) -> int:
 
 
 def check_data(config: EngineServerConfig) -> None:
-    """Raise ConfigError for adapters that the engine cannot apply."""
-    _check_adapters(_job(config).spec)
+    """Raise ConfigError for adapters that the engine cannot apply. A model with a hub name is not downloaded for it."""
+    _check_adapters(_job(config).spec, lambda name: path if (path := Path(name)).is_dir() else None)
 
 
 def _job(config: EngineServerConfig) -> EngineJob:
@@ -155,11 +155,11 @@ def _job(config: EngineServerConfig) -> EngineJob:
     return make_engine(config.model, section, section.max_model_len, **options)
 
 
-def _check_adapters(spec: EngineSpec) -> None:
+def _check_adapters(spec: EngineSpec, find: Callable[[str], Path | None]) -> None:
     """Raise ConfigError for adapters that the engine cannot apply; tell of those that had a model of another name."""
     if not spec.lora_modules:
         return
-    stored = check_adapters(spec.lora_modules, resolve_model_dir(spec.model))
+    stored = check_adapters(spec.lora_modules, find(spec.model))
     for module, adapter in zip(spec.lora_modules, stored, strict=True):
         if adapter.base and Path(adapter.base).name != Path(spec.model).name:
             TERMINAL.say(f"notice: the adapter {module.name} was trained on {adapter.base}, and is not on {spec.model}")

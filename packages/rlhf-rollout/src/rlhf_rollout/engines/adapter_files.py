@@ -86,13 +86,14 @@ def layer_of(name: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2])
 
 
-def check_adapters(modules: tuple[LoraModule, ...], model_dir: Path) -> list[StoredAdapter]:
+def check_adapters(modules: tuple[LoraModule, ...], model_dir: Path | None) -> list[StoredAdapter]:
     """Return what the files of adapters say.
 
     Raises:
         ConfigError: one is missing or damaged, has more than vLLM applies, or does not fit the model in `model_dir`.
+            Without `model_dir`, the model is not looked at.
     """
-    shapes = checkpoint_shapes(model_dir) or {} if modules else {}
+    shapes = checkpoint_shapes(model_dir) or {} if modules and model_dir else {}
     return [read_adapter(module, shapes) for module in modules]
 
 
