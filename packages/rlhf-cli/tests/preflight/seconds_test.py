@@ -100,6 +100,17 @@ def test_seconds_of_sending_adapters_alone(planner):
         assert found["weight sync"] == pytest.approx(2 * size / 1e9)
 
 
+def test_seconds_of_sending_a_draft_model_that_is_trained_along(planner):
+    words = model("qwen2.5-1.5b", 2, "--vllm_draft_model", "qwen2.5-0.5b", "--zero_stage", "3")
+    plan = planner(2)
+    frozen, trained = (
+        seconds(plan([*words, *more]), synced_bytes=1e9, link_bytes=1e10, zero3_layer_s=3.0)["weight sync"]
+        for more in ([], ["--draft_learning_rate", "1e-5"])
+    )
+    size = 2 * WEIGHTS["qwen2.5-0.5b"]
+    assert trained - frozen == pytest.approx(size / 1e9 + size / 1e10 + 24)  # one second per layer
+
+
 def test_seconds_of_decode_steps(planner):
     """64 rollouts at once, for 1,024 steps that read weights, and 12,288 bytes of keys and values per token before."""
     words = model("qwen2.5-0.5b", 1, "--rollout_batch_size", "16", "--train_batch_size", "64")

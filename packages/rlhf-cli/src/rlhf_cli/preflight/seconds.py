@@ -176,9 +176,13 @@ def step_seconds(
             size = ITEM_BYTES[actor.dtype] * count_adapters(
                 _config(actor.path), job.engine.adapter_rank, actor.lora.target_modules
             )
+        gathering = _gathering(actor, rates)
+        if (draft := job.models.get("draft")) is not None:  # its weights follow those of the policy
+            size += ITEM_BYTES[draft.dtype] * count_parameters(_config(draft.path)).total
+            gathering += _gathering(draft, rates)
         phases["weight sync"] = rates.sync_s + size / rates.synced_bytes
         if _is_divided(actor, job.plan.trainers_of("actor").num_ranks):
-            phases["weight sync"] += size / rates.link_bytes + _gathering(actor, rates)
+            phases["weight sync"] += size / rates.link_bytes + gathering
     made = phases["generation"] + phases["rewards"]
     learned = max(learning)
     if job.takes_turns:
