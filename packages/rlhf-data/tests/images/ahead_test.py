@@ -74,6 +74,8 @@ def test_an_error_is_of_the_first_that_fails_and_another_try_reads_again():
     for _ in range(2):
         with pytest.raises(ValueError, match="2 is damaged"):
             kept.get([1, 2, 3])
+    with pytest.raises(ValueError, match="3 is damaged"):
+        kept.get([3])  # nothing is being read now
     source.failing.clear()
     assert numbers(kept.get([1, 2, 3])) == [1, 2, 3]
     assert source.made.count(1) == 1

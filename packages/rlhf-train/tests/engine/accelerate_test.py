@@ -93,6 +93,7 @@ def test_engine_gets_the_settings_of_its_model_and_its_group(monkeypatch):
         "zpg": 2,
         "overlap_comm": True,
         "tensor_group": "group",
+        "expert_group": None,
     }
     accelerate.start_engine(MODEL, ModelSpec(path="", zero_stage=2), num_ranks=1, device="cpu", pack_tokens=None)
     assert asked["zero_stage"] == 1  # one rank has no gradients to shard

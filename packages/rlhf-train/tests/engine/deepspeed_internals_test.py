@@ -349,12 +349,14 @@ def test_rank_keeps_nothing_of_a_weight_that_lies_in_the_parts_of_others(kind, g
 
 def test_norms_on_a_cpu_sum_parts_of_at_most_2_to_the_20_elements(monkeypatch):
     monkeypatch.setattr(deepspeed_internals, "float32_sums", lambda wrapper: {})
-    flat = [torch.arange(float(2**21 + 3)), torch.ones(5)]
-    wrapper = SimpleNamespace(fp32_groups_gradients_flat=flat)
+    flat = [torch.arange(float(2**21 + 3)), torch.ones(5), torch.full((7,), 2.0)]
+    groups = [{}, {}, {"moe": True, "name": "own"}]
+    wrapper = SimpleNamespace(fp32_groups_gradients_flat=flat, optimizer=SimpleNamespace(param_groups=groups))
     clip_whole_groups(wrapper)
-    parts, _ = wrapper.get_grads_for_norm()
+    parts, experts = wrapper.get_grads_for_norm()
     assert [len(part) for part in parts] == [2**20, 2**20, 3, 5]
-    assert torch.equal(torch.cat(parts), torch.cat(flat))
+    assert torch.equal(torch.cat(parts), torch.cat(flat[:2]))
+    assert [*experts] == ["own"] and torch.equal(torch.cat(experts["own"]), flat[2])
     assert wrapper.get_grads_for_norm(for_clipping=True) is flat
 
 
