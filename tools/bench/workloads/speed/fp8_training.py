@@ -37,13 +37,13 @@ import torch
 from torch import Tensor, nn
 
 from models import SHAPES, in_turn, peak_of, place, random_model
-from rlhf_kernels import PolicyObjective, PolicyStream
 from rlhf_models.actor import Actor
 from rlhf_models.backbone import last_hidden_state
 from rlhf_models.batch import TokenBatch
 from rlhf_models.fast.compiled import compile_layers, compile_unavailable_reason
 from rlhf_models.loading import load_actor, load_tokenizer
 from runner import progress
+from workloads.speed.shared_prompts import run
 
 FLAGS = {
     "num_tokens": (16_384, "tokens of the pack"),
@@ -156,21 +156,8 @@ def pack(options: Namespace, num_tokens: int, device: torch.device) -> TokenBatc
 
 
 def whole_pass(actor: Actor, batch: TokenBatch) -> Tensor:
-    """Run both passes with the policy loss on all tokens; return log-probs."""
-    count = int(batch.host_target_mask.sum())
-    device = batch.input_ids.device
-    bounds = np.cumsum([0, *(length - 1 for length in batch.lengths)])
-    stream = PolicyStream(
-        advantages=torch.linspace(-1, 1, count, device=device),
-        loss_mask=torch.ones(count, dtype=torch.bool, device=device),
-        cu_seqlens=torch.as_tensor(bounds, device=device),
-        num_tokens=count,
-        num_sequences=len(batch.lengths),
-    )
-    actor.zero_grad()
-    output = actor(batch, stream=stream, objective=PolicyObjective())
-    output.loss.backward()
-    return output.logprobs[batch.target_mask]
+    """Run both passes with the policy loss on all tokens but the first of each sequence; return log-probs."""
+    return run(actor, batch, prompt_tokens=1)
 
 
 def layers_pass(actor: Actor, batch: TokenBatch, backward: bool = True) -> None:
