@@ -24,7 +24,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMES: Mapping[str, tuple[str, ...]] = {
     "ray._private.node:Node": _UNUSED_PARTS,
     "ray._private.ray_constants": ("ENABLE_RAY_CLUSTER",),
-    "ray._private.services": ("ConsolePopen", "find_bootstrap_address"),
+    "ray._private.services": ("ConsolePopen", "canonicalize_bootstrap_address", "find_bootstrap_address"),
     "ray._private.utils": ("get_dashboard_dependency_error", "set_sigterm_handler"),
     "ray._private.worker": ("_global_node",),
     "ray._raylet:AuthenticationTokenLoader": ("instance",),
@@ -52,6 +52,14 @@ def process_name(handle: Any) -> str:
 def last_cluster() -> str | None:
     """Return the address of the cluster that `ray start` last started on this machine, if it was not stopped."""
     return import_module("ray._private.services").find_bootstrap_address(None)
+
+
+def bootstrap_address(address: str) -> str:
+    """Return the host and port that `ray.init` goes to for `address`, which may be "auto" or name this machine.
+
+    Raises ConnectionError or ValueError if there is none.
+    """
+    return import_module("ray._private.services").canonicalize_bootstrap_address(address)
 
 
 def outlive_sigterm() -> None:

@@ -93,8 +93,19 @@ def test_cluster_that_cannot_be_joined_is_named_with_a_hint(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_session, "_answers", lambda *_: True)
     with pytest.raises(ConfigError, match=rf"(?s)at head:1 cannot be joined: {error}.*hint: .*RAY_ADDRESS=local"):
         join("head:1")
+
+
+@pytest.mark.parametrize("named", ["auto", "localhost:{}", "[::1]:{}"])
+def test_cluster_where_nothing_listens_is_refused_before_ray_waits_for_it(monkeypatch, named):
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray tries for minutes"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {f"127.0.0.1:{port}"})
+    with pytest.raises(ConfigError, match=rf"(?s)nothing answers at .*:{port}; .*hint: .*RAY_ADDRESS=local"):
+        join(named.format(port))
 
 
 def test_cluster_that_asks_for_a_token_says_where_it_comes_from_and_what_to_type(monkeypatch):
@@ -102,6 +113,7 @@ def test_cluster_that_asks_for_a_token_says_where_it_comes_from_and_what_to_type
         raise AuthenticationError("Token authentication is enabled but no authentication token was found")
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_session, "_answers", lambda *_: True)
     with pytest.raises(ConfigError) as caught:
         join("head:1")
     message, _, hint = str(caught.value).partition("hint: ")

@@ -23,6 +23,7 @@ from rlhf_data.errors import ConfigError, EngineError, RlhfError
 from rlhf_rollout.host import socket_folder
 from rlhf_rollout.ray_actors import plain_errors
 from rlhf_rollout.ray_internals import (
+    bootstrap_address,
     changed_start,
     check_ray,
     last_cluster,
@@ -35,6 +36,7 @@ from rlhf_train.cluster.session_folders import LOCK, children, kill, locked, own
 
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
+_JOIN_TIMEOUT_S = 10.0
 _DEATH_S = 5.0  # within which Ray notices that a process has died
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"  # as long as any
@@ -140,7 +142,7 @@ def find_cluster() -> str | None:
     if named:
         return None if named == "local" else named
     left = last_cluster()
-    return left if left and _answers(left) else None
+    return left if left and _answers(left, _ANSWER_TIMEOUT_S) else None
 
 
 def join(address: str) -> list[dict[str, float]]:
@@ -163,6 +165,8 @@ def _connect(address: str) -> None:
         use_token()
     submitted = os.environ.get(_SUBMITTED)
     try:
+        if "://" not in address:  # addresses of Ray Client have other servers
+            _check_answer(bootstrap_address(address))
         ray.init(address=address, runtime_env=worker_environment(os.environ, submitted), **_OPTIONS)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         hint = f"start it with `ray start --head`; if it asks for a token, {_TOKEN}; or {_OWN}"
@@ -311,10 +315,20 @@ def _is_installed() -> bool:
     return any(source.is_relative_to(path) for path in sys.path if path.endswith("site-packages"))
 
 
-def _answers(address: str) -> bool:
+def _check_answer(address: str) -> None:
+    """Raise ConnectionError if nothing listens at `address`: Ray would try for minutes.
+
+    "auto" may lead to a cluster that a run started for itself. It listens on the loopback address only, while Ray tries
+    another one of this machine.
+    """
+    if not _answers(address, _JOIN_TIMEOUT_S):
+        raise ConnectionError(f"nothing answers at {address}; a cluster that a run starts for itself is closed to others")
+
+
+def _answers(address: str, timeout_s: float) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
             return True
     except (OSError, ValueError):
         return False
