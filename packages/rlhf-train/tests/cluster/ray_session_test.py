@@ -104,7 +104,7 @@ def test_cluster_where_nothing_listens_is_refused_before_ray_waits_for_it(monkey
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: {f"127.0.0.1:{port}"})
-    with pytest.raises(ConfigError, match=rf"(?s)nothing answers at .*:{port}; .*hint: .*RAY_ADDRESS=local"):
+    with pytest.raises(ConfigError, match=rf"(?s)nothing answers at .*:{port} .*hint: .*RAY_ADDRESS=local"):
         join(named.format(port))
 
 

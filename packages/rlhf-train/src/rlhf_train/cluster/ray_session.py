@@ -322,7 +322,7 @@ def _check_answer(address: str) -> None:
     another one of this machine.
     """
     if not _answers(address, _JOIN_TIMEOUT_S):
-        raise ConnectionError(f"nothing answers at {address}; a cluster that a run starts for itself is closed to others")
+        raise ConnectionError(f"nothing answers at {address} (a cluster that a run starts for itself is not to join)")
 
 
 def _answers(address: str, timeout_s: float) -> bool:
