@@ -8,13 +8,9 @@ import asyncio
 import copy
 import faulthandler
 import json
-import os
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ import torch
 from torch import Tensor
 
 from families import logprobs_of, plain_model, write_tiny
+from process_testing import forked_context
 from rlhf_models.loading import load_actor, load_tokenizer
 from rlhf_models.weights import hf_named_weights, save_hf
 from rlhf_rollout.engines import EngineSpec, build_engine
@@ -67,25 +64,9 @@ def gaps(family: str, dtype: str = "float32", *, saved: bool = False) -> list[Ga
         _change(actor.model, 0.02)
         folder = save_hf(actor, None, load_tokenizer(made), Path(scratch, "saved")) if saved else made
         # In a process of its own, because vLLM may end it, and may change the classes of transformers there.
-        with ProcessPoolExecutor(1, mp_context=_vllm_context()) as other:
+        with ProcessPoolExecutor(1, mp_context=forked_context("vllm_preload")) as other:
             answers = other.submit(_answers, folder, dtype).result()
         return _compared(folder, dtype, answers)
-
-
-def _vllm_context() -> BaseContext:
-    """Return a context whose processes are forks of one that has imported vLLM, so that one import serves all families.
-
-    With a GPU they are new ones, since CUDA does not work after a fork.
-    """
-    if torch.cuda.is_available():
-        return get_context("spawn")
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["vllm_preload"])
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    forkserver.ensure_running()
-    os.environ["PYTHONPATH"] = before
-    return context
 
 
 def _widen_chunks(file: Path) -> None:

@@ -1,10 +1,33 @@
-"""What tests see of the processes of this machine."""
+"""Processes that tests start, and what tests see of the processes of this machine."""
 
 import contextlib
+import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
+
+from rlhf_rollout.host import local_gpus
+
+
+def forked_context(preload: str) -> BaseContext:
+    """Return a context of `multiprocessing` whose processes are forks of one that has only imported `preload`.
+
+    So one import serves all. On a machine with a GPU they are new processes, because such imports initialize CUDA,
+    after which a fork cannot use it.
+    """
+    if local_gpus():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forkserver.ensure_running()
+    os.environ["PYTHONPATH"] = before
+    return context
 
 
 def stat_of(process_id: int) -> list[str]:

@@ -1,22 +1,20 @@
 """Helpers for tests of the trainer: random rollouts, ranks in processes of their own, and a job on a tiny model."""
 
 import dataclasses
-import multiprocessing
 import os
 import pickle
 import queue
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
+from process_testing import forked_context
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.host import free_port, local_gpus
@@ -110,36 +108,19 @@ def whole_shard(rollouts, size, *, forward_size=None, num_mini_batches=1, longes
     return shard, RolloutColumns.of(shard, [rewards[row] for row in plan.rows]), plan
 
 
-def rank_context() -> Any:
-    """Return the context of `multiprocessing` whose processes become ranks.
-
-    They are forks of one that has done nothing but import `ranks_preload`, so that one import serves all. On a machine
-    with a GPU they are new ones, because those imports initialize CUDA, after which a fork cannot use it.
-    """
-    if local_gpus():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_preload"])
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    forkserver.ensure_running()
-    os.environ["PYTHONPATH"] = before
-    return context
-
-
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *arguments: Any, environs: Sequence[Mapping[str, str]] = ()
 ) -> list[Any]:
     """Call `function(rank, num_ranks, (host, port), *arguments)` in `num_ranks` new processes and return the results.
 
-    They are those of `rank_context`. `environs` has additional environment variables of each rank, which it has before
-    it imports `function`.
+    They are forks of one that has imported `ranks_preload`. `environs` has additional environment variables of each
+    rank, which it has before it imports `function`.
 
     Raises:
         RuntimeError: a rank raised (the message is its traceback), died, or took longer than RANK_TIMEOUT_S.
     """
     master = ("127.0.0.1", free_port())
-    context = rank_context()
+    context = forked_context("ranks_preload")
     outbox = context.Queue()
     work = pickle.dumps((function, arguments))  # which the rank imports when it has its environment
     processes = [

@@ -7,15 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 import runner
+from process_testing import forked_context
 from runner import Metrics
-from trainer_testing import rank_context
 from workloads.speed import head_step, real_work, zero3
 
 
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """Let the processes of a benchmark's ranks be forks, on a CPU: `runner_test.py` starts new ones."""
-    monkeypatch.setattr(runner, "multiprocessing", SimpleNamespace(get_context=lambda method: rank_context()))
+    monkeypatch.setattr(
+        runner, "multiprocessing", SimpleNamespace(get_context=lambda method: forked_context("ranks_preload"))
+    )
 
 
 def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):

@@ -11,16 +11,81 @@ from rlhf_train.algorithms.gae import (
     distilled_advantages,
     generalized_advantages,
     last_trained,
+    moments,
     rewards_at_tokens,
     rewards_to_go,
     token_rewards,
     turn_starts,
+    whiten,
 )
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.learning.experience import Experience
-from rlhf_train.learning.loss_metrics import reference_kl_metrics, teacher_metrics
+from rlhf_train.learning.loss_metrics import masked_mean, reference_kl_metrics, teacher_metrics
+from rlhf_train.learning.trained_tokens import (
+    choose_tokens,
+    correct_mismatch,
+    drop_nonfinite,
+    leave_truncated_out,
+    limit_staleness,
+)
+from rlhf_train.losses.own import own_advantages
 from rlhf_train.run.metrics import Metric
+
+
+def assign_advantages(
+    experience: Experience,
+    spec: AlgorithmSpec,
+    *,
+    rows: Sequence[int],
+    step_versions: Sequence[int],
+    kl_coef: float,
+    device: torch.device,
+    counts: bool,
+) -> dict[str, Metric]:
+    """Fill in the advantages, returns, masks and weights of a shard, and return metrics of them. Collective.
+
+    Ranks meet because whitening uses the moments of the batch of all ranks.
+
+    Args:
+        experience: the shard, with the columns of all models that ran.
+        spec: the algorithm.
+        rows: of the batch, the shard's rollouts.
+        step_versions: see `limit_staleness`.
+        kl_coef: weight of the KL in the reward, in reward units per nat.
+        device: of the collectives and of the scan over tokens.
+        counts: whether this rank adds its part to sums over shards. One rank per shard does.
+    """
+    columns = experience.columns
+    # Read before tokens are dropped, which clears them. Those that are not finite belong to dropped rollouts.
+    last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
+    metrics = drop_nonfinite(experience) | limit_staleness(experience, step_versions, spec.mask_stale)
+    if spec.mask_truncated:
+        metrics |= leave_truncated_out(experience)
+    mask = experience.loss_mask
+    experience.set_column("trained", mask.float())
+    if spec.runs_actor:
+        metrics |= correct_mismatch(experience, spec)
+        experience.set_column("trainer_logprobs", columns["old_logprobs"])
+    if spec.old_logprobs == "rollout":
+        experience.set_column("old_logprobs", experience.rollout_logprobs)
+    own = None
+    if spec.own_advantages is not None:
+        own = own_advantages(spec.own_advantages, rows, experience.own_inputs(), counts=counts)
+    advantages, returns, kl_metrics = advantages_and_returns(
+        experience, spec, last_values, kl_coef=kl_coef, device=device, own=own
+    )
+    metrics |= kl_metrics
+    if spec.row.whiten:
+        total = moments(advantages, mask).to(device) * counts
+        torch.distributed.all_reduce(total)
+        advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
+    experience.set_column("advantages", advantages)
+    experience.set_column("returns", returns)
+    metrics |= choose_tokens(experience, spec, device, counts=counts)
+    metrics["policy/advantage_abs"] = masked_mean(columns["advantages"].abs(), mask)
+    metrics["value/return"] = masked_mean(columns["returns"], mask)
+    return metrics
 
 
 def advantages_and_returns(

@@ -17,7 +17,6 @@ from rlhf_data.images.reader import open_image_reader
 from rlhf_kernels import PolicyObjective
 from rlhf_models.batch import TokenBatch, to_device
 from rlhf_models.host_states import awake
-from rlhf_train.algorithms.gae import moments, whiten
 from rlhf_train.algorithms.table import AlgorithmSpec
 from rlhf_train.batching import Denominators, MiniBatch, RankPlan
 from rlhf_train.engine.accelerate import join_groups, start_engine, start_frozen
@@ -25,7 +24,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.residence import Residence, release_cache
 from rlhf_train.learning import loss_metrics
-from rlhf_train.learning.advantages import advantages_and_returns, values_before
+from rlhf_train.learning.advantages import assign_advantages, values_before
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience, column_of
 from rlhf_train.learning.learning_spec import is_teacher
@@ -33,15 +32,9 @@ from rlhf_train.learning.micro_batches import lay_out, policy_stream, read_ahead
 from rlhf_train.learning.trained_tokens import (
     Pass,
     by_rollout,
-    choose_tokens,
-    correct_mismatch,
-    drop_nonfinite,
     first_pass_metrics,
-    leave_truncated_out,
-    limit_staleness,
     token_values,
 )
-from rlhf_train.losses.own import own_advantages
 from rlhf_train.losses.teacher import teacher_column
 from rlhf_train.run.ema import AveragedModel, WeightAverage
 from rlhf_train.run.load_balance import LoadBalance, load_balance
@@ -195,38 +188,15 @@ class TrainWorker:
         Collective, because whitening uses the batch of all ranks. `kl_coef` is the weight of the KL in the reward, in
         reward units per nat.
         """
-        spec = self._algorithm
-        experience = self._experience
-        columns = experience.columns
-        # Read before tokens are dropped, which clears them. Those that are not finite belong to dropped rollouts.
-        last_values = columns["last_values"].sum(dim=1).nan_to_num(0.0, 0.0, 0.0) if "last_values" in columns else None
-        metrics = drop_nonfinite(experience) | limit_staleness(experience, self._step_versions, spec.mask_stale)
-        if spec.mask_truncated:
-            metrics |= leave_truncated_out(experience)
-        mask = experience.loss_mask
-        experience.set_column("trained", mask.float())
-        if spec.runs_actor:
-            metrics |= correct_mismatch(experience, spec)
-            experience.set_column("trainer_logprobs", columns["old_logprobs"])
-        if spec.old_logprobs == "rollout":
-            experience.set_column("old_logprobs", experience.rollout_logprobs)
-        own = None
-        if spec.own_advantages is not None:
-            given = experience.own_inputs()
-            own = own_advantages(spec.own_advantages, self._plan.rows, given, counts=self._leads_group)
-        advantages, returns, kl_metrics = advantages_and_returns(
-            experience, spec, last_values, kl_coef=kl_coef, device=self._device, own=own
+        metrics = assign_advantages(
+            self._experience,
+            self._algorithm,
+            rows=self._plan.rows,
+            step_versions=self._step_versions,
+            kl_coef=kl_coef,
+            device=self._device,
+            counts=self._leads_group,
         )
-        metrics |= kl_metrics
-        if spec.row.whiten:
-            total = moments(advantages, mask).to(self._device) * self._leads_group
-            torch.distributed.all_reduce(total)
-            advantages = whiten(advantages, mask, total.cpu(), divide_by_std=spec.whiten_std)
-        experience.set_column("advantages", advantages)
-        experience.set_column("returns", returns)
-        metrics |= choose_tokens(experience, spec, self._device, counts=self._leads_group)
-        metrics["policy/advantage_abs"] = loss_metrics.masked_mean(columns["advantages"].abs(), mask)
-        metrics["value/return"] = loss_metrics.masked_mean(columns["returns"], mask)
         return self._reported(metrics)
 
     def update(
