@@ -59,6 +59,7 @@ ON_FOUR_RANKS = DIVIDED | {
     "ZeRO 3, copies": RANKS["ZeRO 3, copies"],
     "adapters, ZeRO 3": ADAPTERS_ON_RANKS["adapters, ZeRO 3"],
 }
+DRAFT = {"draft": Case(zero_stage=2, micro_batch_size=5, has_draft=True)}
 # Passes of one rollout, whose gradients do not depend on the split: only how they are added up differs. One update, for
 # the forward pass of the next would turn one different bit of a weight into a different gradient.
 BFLOAT16 = {
@@ -76,8 +77,9 @@ def model_path(tmp_path_factory) -> str:
 def outcomes(model_path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The cases on one rank, which is this process, and meanwhile those on two, in processes of their own."""
     with ThreadPoolExecutor(1) as pool:
-        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | DIVIDED | ADAPTERS_ON_RANKS | BFLOAT16)
+        pair = pool.submit(run_ranks, all_cases, 2, model_path, RANKS | DIVIDED | ADAPTERS_ON_RANKS | DRAFT | BFLOAT16)
         cases = SPLITS | BFLOAT16 | {"one other reward": Case(first_reward=3.0), "adapters": Case(lora_rank=4)}
+        cases["draft"] = Case(has_draft=True)
         return all_cases(0, 1, ("127.0.0.1", free_port()), model_path, cases), pair.result()
 
 
@@ -196,6 +198,11 @@ def test_split_of_adapters_over_two_ranks_gives_the_same_update_and_sends_the_sa
         for part in ("weights", "sent", "sent_adapters"):
             assert largest_difference(on_one_rank["adapters"][part], outcome[name][part]) < TOLERANCE
     assert largest_difference(on_one_rank["adapters"]["sent"], on_one_rank["whole"]["sent"]) > 100 * TOLERANCE
+
+
+def test_draft_model_on_two_ranks_gets_the_same_update(on_one_rank, on_two_ranks):
+    for outcome in on_two_ranks:
+        assert largest_difference(on_one_rank["draft"]["weights"], outcome["draft"]["weights"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", list(ON_FOUR_RANKS))

@@ -58,6 +58,7 @@ class Case:
     share_prompts: bool = False
     zpg: int = 1
     tensor_parallel_size: int = 1
+    has_draft: bool = False  # a draft model that is trained along
 
     @property
     def ranks_per_batch(self) -> int:
@@ -143,8 +144,9 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     models = {"actor": trained, "critic": trained, "reference": spec}
     if case.algorithm.uses_teacher:
         models["teacher"] = dataclasses.replace(spec, path=f"{path}/teacher")
+    draft = {"draft": trained} if case.has_draft else {}
     worker = TrainWorker(
-        models,
+        models | draft,
         case.algorithm,
         temperature=0.8,
         rank=rank,
@@ -168,14 +170,14 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
     before = {name: column.clone() for name, column in experience.columns.items()}
     metrics.append(worker.assign_advantages(case.algorithm.kl_coef))
     options = {"max_epochs": 1, "seed": 5, "kl_coef": case.algorithm.kl_coef}
-    metrics += [worker.update(role, **options) for role in ("critic", "actor")]
+    metrics += [worker.update(role, **options) for role in ("critic", *draft, "actor")]
     models = [engine.module for engine in worker.engines.values()]
     reference = worker._frozen["reference"]
     # Adapters are left out of the policy for the reference, which is then a function; ZeRO-3 wraps a model.
     models += [getattr(reference, "module", reference)] if isinstance(reference, torch.nn.Module) else []
     weights = {
         f"{role}.{name}": tensor.float().cpu().numpy().copy()
-        for role in ("actor", "critic")
+        for role in worker.engines
         for name, tensor in worker.engines[role].state_dict().items()
     }
     actor = worker.engines["actor"]

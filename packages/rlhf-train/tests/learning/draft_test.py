@@ -1,6 +1,7 @@
 """A draft model that is trained along: its loss and gradient by transformers, its state, and when it is updated."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -64,6 +65,19 @@ def test_draft_model_learns_the_cross_entropy_of_the_policys_tokens(paths, optio
     assert metrics["draft/rollout_passes"] == 4 and metrics["draft/learning_rate"] == 1e-2
     assert results(worker.update("draft", max_epochs=1, seed=0))["draft/loss"] < loss.item()
     assert all(torch.equal(weight, actor[name]) for name, weight in weights_of(worker, "actor").items())
+
+
+def test_gradient_that_is_not_finite_is_skipped_and_counted(paths, monkeypatch):
+    worker, _ = loaded(paths)
+    before, draft = weights_of(worker, "draft"), worker.engines["draft"]
+    backward = draft.backward
+    monkeypatch.setattr(draft, "backward", lambda loss, **options: backward(loss * math.inf, **options))
+    skipped = {"draft/skipped_updates": 1.0, "draft/rollout_passes": 4.0, "draft/learning_rate": 1e-2}
+    assert results(worker.update("draft", max_epochs=1, seed=0)) == skipped
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(worker, "draft").items())
+    monkeypatch.undo()
+    learned = results(worker.update("draft", max_epochs=1, seed=0))
+    assert learned["draft/skipped_updates"] == 0 and math.isfinite(learned["draft/loss"])
 
 
 def test_its_state_goes_on_and_its_model_is_saved(paths, tmp_path):

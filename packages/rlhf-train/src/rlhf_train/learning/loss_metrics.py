@@ -1,5 +1,6 @@
 """The losses of an update as metrics, and the critic's loss with its own."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -106,6 +107,8 @@ def update_metrics(
 ) -> dict[str, Metric]:
     """Return the metrics of one update of `role` on one shard.
 
+    An update of the draft model is skipped if its gradient is not finite. It then has neither losses nor a norm.
+
     Args:
         role: "actor", "critic" or "draft".
         parts: of the shard's micro-batches.
@@ -113,15 +116,15 @@ def update_metrics(
         num_rollouts: of the shard, trained or not.
         num_shards: of the update.
     """
+    name = METRIC_PREFIXES[role]
+    common = {f"{name}/learning_rate": Max(stats.learning_rate), f"{name}/rollout_passes": Sum(num_rollouts)}
+    if role == "draft":
+        is_skipped = not math.isfinite(stats.grad_norm)
+        common["draft/skipped_updates"] = Sum(is_skipped / num_shards)
+        if is_skipped:
+            return common
     merged = merge_metrics(parts)
     # Losses are shares: their sum over micro-batches and shards is the loss of this update. With a count of
     # 1 / num_shards per shard, merging the shards divides by the number of updates.
     losses = {key: Mean(part.value, 1 / num_shards) for key, part in merged.items() if isinstance(part, Sum)}
-    name = METRIC_PREFIXES[role]
-    return {
-        **merged,
-        **losses,
-        f"{name}/grad_norm": Mean(stats.grad_norm, 1),
-        f"{name}/learning_rate": Max(stats.learning_rate),
-        f"{name}/rollout_passes": Sum(num_rollouts),
-    }
+    return {**merged, **losses, f"{name}/grad_norm": Mean(stats.grad_norm, 1), **common}

@@ -211,7 +211,8 @@ class TrainWorker:
             kl_coef, entropy_coef: weights in the actor's loss, of a KL that is a term there and of a bonus that adapts.
 
         Raises:
-            EngineError: a gradient is not finite.
+            EngineError: a gradient is not finite. That of a draft model is skipped and counted: it makes responses
+                faster, and no other.
         """
         with self._residence.in_turn(role):
             spec = self._algorithm
@@ -270,7 +271,7 @@ class TrainWorker:
             parts.append(metrics)
         with WORK.doing("optimizer step"):
             stats = engine.step()
-        if not math.isfinite(stats.grad_norm):
+        if not math.isfinite(stats.grad_norm) and role != "draft":
             hint = f"lower the {role}'s learning rate; rollouts.jsonl has what it was trained on"
             raise EngineError(f"the gradient of the {role} is not finite ({stats.grad_norm})", hint=hint)
         if role == "actor" and self._average is not None:
@@ -352,7 +353,9 @@ class TrainWorker:
                 outputs = {"teacher_logprobs": teacher_column(model, batch, wanted, **options)}
             else:
                 output = model(batch, logits_mask=wanted, max_tokens=self._max_tokens, **options)
-                outputs = {column_of(role): output.logprobs, "entropy": output.entropy}
+                outputs = {column_of(role): output.logprobs}
+                if role == "actor":
+                    outputs["entropy"] = output.entropy
         return {name: pad_sequence(batch.split(values), batch_first=True) for name, values in outputs.items()}, mask
 
     @property
