@@ -343,7 +343,12 @@ def test_requests_choose_an_adapter_by_the_name_of_a_model_that_exists():
         sampling = SamplingParams(adapter="code")
         asyncio.run(client(url.removesuffix("/")).generate(PROMPT, sampling))
         asyncio.run(HttpEngine(EngineSpec(model="math", base_url=url)).generate(PROMPT, SamplingParams()))
-        assert engine.adapters == [None, None, "math", "code", "code", "math"]
+        relay = HttpEngine(EngineSpec(model="base", base_url=url))
+        with app_server(create_app(relay, {"model": "base"})) as front:
+            for model in (None, "code"):
+                body = {"prompt": [4], **({} if model is None else {"model": model})}
+                assert httpx.post(f"{front}/v1/completions", json=body).status_code == 200
+        assert engine.adapters == [None, None, "math", "code", "code", "math", None, "code"]
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": [4], "model": "maths"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
         assert answer.json()["error"]["message"] == "The model `maths` does not exist; known: base, math, code"

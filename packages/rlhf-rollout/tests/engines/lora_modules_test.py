@@ -166,7 +166,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         ({}, {f"{Q}B.weight": (32, 3)}, r"q_proj of shape \[32, 64\]; the model's is \[64, 64\]"),
         ({}, {f"{Q}A.weight": (513, 64), f"{Q}B.weight": (64, 513)}, "has rank 513; vLLM takes up to 512"),
         ({}, {Q.replace("0", "7") + "A.weight": (3, 64)}, r"changes 1 layers that the model lacks, .*layers\.7"),
-        ({"lora_alpha": None}, {}, "cannot load the adapter"),
+        ({"lora_alpha": None}, {}, "has the alpha None for model.layers.0"),
+        ({"lora_alpha": float("nan")}, {}, "has the alpha nan for"),
+        ({"alpha_pattern": {"q_proj": "7"}}, {}, r"has the alpha '7' for .*q_proj"),
+        ({"base_model_name_or_path": ["a/b"]}, {}, r"names no model as its base, but \['a/b'\]"),
     ],
 )
 def test_adapter_that_vllm_would_apply_wrongly_is_refused_with_a_way_out(

@@ -62,7 +62,8 @@ class Generation(BaseModel, extra="forbid"):
         seed: the request's seed.
         request_seed: comes before `seed`. `HttpEngine` sends both, because vLLM adds a sample's index to `seed`.
         timeout_s: for which the engine may write nothing.
-        model: the model's name or that of an adapter. Without adapters any name is accepted.
+        model: the model's name or that of an adapter. Without adapters any name is accepted; a server in front of
+            another one hands it on.
         logprobs, return_token_ids, add_special_tokens, skip_special_tokens: what OpenAI's and vLLM's clients send.
     """
 
@@ -225,11 +226,12 @@ class EngineServer:
             message = f"The model `{asked.model}` does not exist; known: {', '.join(names)}"
             error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
             return JSONResponse({"error": error}, status_code=404)
-        sampling = asked.sampling(asked.model if asked.model in self._modules else None)
+        # An engine of `engines/http.py`: the server behind it knows its own models, and gets the session.
+        hands_on = getattr(self._engine, "takes_conversation", False)
+        sampling = asked.sampling(asked.model if hands_on or asked.model in self._modules else None)
         token_ids = np.array(asked.prompt, np.int32)
         name = request.headers.get("x-session-id")
-        # An engine of `engines/http.py` hands the session on to the server behind it.
-        more = {"conversation": name} if getattr(self._engine, "takes_conversation", False) else {}
+        more = {"conversation": name} if hands_on else {}
         with self._metrics.measured():
             drafts = [Draft() for _ in range(sampling.num_samples)]
             self._drafts[id(drafts)] = drafts

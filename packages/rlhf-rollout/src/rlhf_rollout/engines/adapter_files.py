@@ -112,13 +112,16 @@ def read_adapter(module: LoraModule, base: Mapping[str, tuple[int, ...]]) -> Sto
         shapes = {name: weight.shape for name, weight in stored_weights(folder).items()}
         _check_config(config, own)
         ranks = {layer: _rank(layer, shapes, base, own) for layer in _layers(shapes, base, own)}
-        scales = {layer: _scale(config, layer, rank) for layer, rank in ranks.items()}
+        scales = {layer: _scale(config, layer, rank, own) for layer, rank in ranks.items()}
     return StoredAdapter(max(ranks.values()), scales, config.get("base_model_name_or_path"))
 
 
 def _check_config(config: Mapping[str, Any], own: str) -> None:
     if (kind := config.get("peft_type")) != "LORA":
         raise ConfigError(f"{own} is of the kind {kind}", hint="vLLM applies adapters of the kind LORA")
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str | None):
+        raise ConfigError(f"{own} names no model as its base, but {base!r}", hint="copy the adapter again")
     more = {name: value for name in _UNFIT if (value := config.get(name)) and value != "none"}
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:  # such as PiSSA, which changes the base
@@ -163,9 +166,16 @@ def _rank(layer: str, shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, 
     return first[0]
 
 
-def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732), as peft finds a layer's alpha."""
+def _scale(config: Mapping[str, Any], layer: str, rank: int, own: str) -> float:
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732), as peft finds a layer's alpha.
+
+    Raises ConfigError for an alpha that is no finite number.
+    """
     patterns = config.get("alpha_pattern") or {}
     found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", layer))
     alpha = next(found, config["lora_alpha"])
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(
+            f"{own} has the alpha {alpha!r} for {layer}, which is no number", hint="copy the adapter again"
+        )
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
