@@ -232,6 +232,10 @@ def test_gpu_kv_cache_bytes_are_what_weights_and_work_leave_of_the_share(tmp_pat
     assert gpu_kv_cache_bytes(spec, tmp_path, SMALL, 80 << 30) == found
     rounded = dataclasses.replace(spec, quantization="fp8")
     assert gpu_kv_cache_bytes(rounded, tmp_path, SMALL, 80 << 30) == found + (100 << 20)
+    # vLLM keeps slots of rank 8, 16 or 32 and so on: ranks 9 to 16 take 16 numbers per input and output.
+    adapted = dataclasses.replace(spec, adapter_rank=9)
+    slots = 16 * ((1 << 20) + 100) * 2
+    assert gpu_kv_cache_bytes(adapted, tmp_path, SMALL, 80 << 30) == found + pieces - slots
     # A draft model has weights, too, and each drafted token a row of logits.
     drafting = dataclasses.replace(spec, draft_model=str(tmp_path))
     assert gpu_kv_cache_bytes(drafting, tmp_path, SMALL, 80 << 30) == found + pieces - 268_437_456 - 4 * 2_178_154_496

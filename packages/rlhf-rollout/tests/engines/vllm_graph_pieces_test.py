@@ -74,12 +74,16 @@ def test_memory_counts_the_activations_of_the_largest_piece(monkeypatch) -> None
     skipping = replace(spec, skip_patches=("graph_pieces",))
     more = 1024 * (4 * 896 + 3 * 4864) * 2
     assert memory.gpu_work_bytes(spec, SMALL) == memory.gpu_work_bytes(skipping, SMALL) + more
-    of_layer = SimpleNamespace(max_memory_usage_bytes=lambda config: 1 << 40)
+    for kind in (FullAttentionSpec, SlidingWindowSpec):
+        monkeypatch.setattr(kind, "max_memory_usage_bytes", lambda self, config: 1 << 40)
+    layers = [FullAttentionSpec(**HEADS)]
     monkeypatch.setattr(worker.PlatformWorker, "determine_available_memory", lambda self: 1 << 30)
-    monkeypatch.setattr(worker.PlatformWorker, "get_kv_cache_spec", lambda self: {"layer": of_layer})
+    monkeypatch.setattr(worker.PlatformWorker, "get_kv_cache_spec", lambda self: dict(enumerate(layers)))
     assert worker_with(spec).determine_available_memory() == (1 << 30) - more
     assert worker_with(skipping).determine_available_memory() == 1 << 30
     assert worker_with(replace(spec, kv_cache_memory_bytes=1 << 30)).determine_available_memory() == 1 << 30
+    layers.append(SlidingWindowSpec(**HEADS, sliding_window=64))  # for which there will be no pieces
+    assert worker_with(spec).determine_available_memory() == 1 << 30
     # A bound of the memory has counted them, and on a CPU there are none.
     assert worker_with(spec, kv_cache_memory_bytes=1 << 30).determine_available_memory() == 1 << 30
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import ConfigError
+from rlhf_rollout.engines.adapter_files import check_adapters
 from rlhf_rollout.engines.model_files import checkpoint_shapes, cpu_kv_cache_bytes, read_config
 from rlhf_rollout.engines.spec import EngineSpec
 
@@ -40,7 +41,7 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
 
         share     = gpu_memory_utilization * gpu_bytes
         weights   = those of the checkpoint / tensor_parallel_size; in FP8 one byte for each of a layer's matrices; and
-                    those of a draft model
+                    those of a draft model and of the slots for adapters
         at work   = `gpu_work_bytes`
         KV cache  = share - weights - at work
 
@@ -50,6 +51,7 @@ def gpu_kv_cache_bytes(spec: EngineSpec, model_dir: Path, config: Mapping[str, A
     weight_bytes = _weight_bytes(model_dir, item_bytes, spec.quantization) // spec.tensor_parallel_size
     if spec.draft_model:
         weight_bytes += _weight_bytes(Path(spec.draft_model), item_bytes, None)
+    weight_bytes += item_bytes * _adapter_weights(spec, model_dir)
     work_bytes = gpu_work_bytes(spec, config)
     left = int(spec.gpu_memory_utilization * gpu_bytes) - weight_bytes - work_bytes
     if left <= 0:
@@ -69,9 +71,27 @@ def _weight_bytes(model_dir: Path, item_bytes: int, quantization: str | None) ->
         return sum(file.stat().st_size for file in model_dir.glob("*.bin"))
     weight_bytes = item_bytes * sum(map(math.prod, shapes.values()))
     if quantization == "fp8":
-        layers = (shape for name, shape in shapes.items() if any(map(str.isdecimal, name.split("."))))
-        weight_bytes -= (item_bytes - 1) * sum(math.prod(shape) for shape in layers if len(shape) > 1)
+        weight_bytes -= (item_bytes - 1) * sum(map(math.prod, _layer_matrices(shapes)))
     return weight_bytes
+
+
+def _layer_matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of layers, of experts one or several in one."""
+    layers = (shape for name, shape in shapes.items() if any(map(str.isdecimal, name.split("."))))
+    return [shape for shape in layers if len(shape) > 1]
+
+
+def _adapter_weights(spec: EngineSpec, model_dir: Path) -> int:
+    """Return how many numbers the slots for adapters hold: rank (inputs + outputs) per matrix of a layer and slot."""
+    rank = max([spec.adapter_rank, *(stored.rank for stored in check_adapters(spec.lora_modules, None))])
+    if not rank:
+        return 0
+    from rlhf_rollout.engines.vllm.internals import adapter_options
+
+    slots = adapter_options(rank, max(1, len(spec.lora_modules)))
+    matrices = _layer_matrices(checkpoint_shapes(model_dir) or {})
+    sizes = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in matrices)
+    return slots["max_lora_rank"] * slots["max_loras"] * sizes
 
 
 def gpu_work_bytes(spec: EngineSpec, config: Mapping[str, Any]) -> int:

@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_rollout.engines.adapter_files import MERGE_HINT
 from rlhf_rollout.engines.vllm.internals import SETTINGS, check_adapter_manager, check_worker, require, sampler_params
-from rlhf_rollout.engines.vllm.patches import patch_graphs, patch_runner, replays_of
+from rlhf_rollout.engines.vllm.patches import may_have_pieces, patch_graphs, patch_runner, replays_of
 from rlhf_rollout.engines.vllm.speculation import plan_as_captured
 from rlhf_rollout.private_names import missing_paths
 from rlhf_rollout.protocols import SamplingParams
@@ -56,9 +56,10 @@ class Worker(PlatformWorker):  # type: ignore[misc, valid-type]
         sequences = self._settings["kv_cache_sequences"]
         if sequences is None:  # the size is fixed
             return available
-        if self.vllm_config.cache_config.kv_cache_memory_bytes is None:  # else `memory.kv_cache_bytes` has counted them
-            available -= self._settings["piece_bytes"]
         layers = self.get_kv_cache_spec().values()
+        is_measured = self.vllm_config.cache_config.kv_cache_memory_bytes is None
+        if is_measured and may_have_pieces(layers):  # else `memory.kv_cache_bytes` has counted them
+            available -= self._settings["piece_bytes"]
         return min(available, sequences * sum(layer.max_memory_usage_bytes(self.vllm_config) for layer in layers))
 
     def load_model(self, *args: Any, **options: Any) -> None:

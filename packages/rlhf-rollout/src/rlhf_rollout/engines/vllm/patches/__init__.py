@@ -75,6 +75,15 @@ def patch_graphs(runner: Any, skipped: Collection[str], sizes: Sequence[int], lo
         _patch("graph_pieces", runner, "model runner", skipped, sizes)
 
 
+def may_have_pieces(caches: Collection[Any]) -> bool:
+    """Return whether `graph_pieces` may suit a model with these KV caches, as vLLM describes them by layer."""
+    try:
+        module = import_module(f"{__name__}.graph_pieces")
+    except ImportError:  # a version of vLLM that lacks what it needs
+        return False
+    return all(map(module.keeps_all, caches))
+
+
 def replays_of(runner: Any, skipped: Collection[str]) -> Any:
     """Return what computes several decode steps of vLLM's model runner on a GPU; None if each needs the host.
 

@@ -74,9 +74,12 @@ def patch(runner: Any, sizes: Sequence[int]) -> None:
 def attends_to_all(runner: Any) -> bool:
     """Return whether all layers with a KV cache attend to all tokens before, by FlashAttention."""
     specs = [group.kv_cache_spec for groups in runner.attn_groups for group in groups]
-    if any(type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size for spec in specs):
-        return False
-    return computes_plainly(runner)
+    return all(map(keeps_all, specs)) and computes_plainly(runner)
+
+
+def keeps_all(spec: Any) -> bool:
+    """Return whether a layer attends to all tokens before, by vLLM's description of its KV cache."""
+    return type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size)
 
 
 def _add_pieces(manager: Any, sizes: Sequence[int]) -> None:
