@@ -51,6 +51,8 @@ def test_missing_file_tells_folder_missing_file_and_folder_given_apart(tmp_path)
     message = f"file {tmp_path / 'zzzz'} does not exist\n\nhint: `ls {tmp_path}` shows what is there"
     assert missing_file("file", tmp_path / "zzzz") == message
     assert "there is no folder" in missing_file("file", tmp_path / "a" / "b")
+    (tmp_path / "link").symlink_to("gone")
+    assert missing_file("file", tmp_path / "link").endswith("hint: it is a link to gone, which is missing")
     assert missing_file("file", tmp_path).endswith("is a folder, not a file\n\nhint: name a file in it")
 
 

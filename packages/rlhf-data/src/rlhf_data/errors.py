@@ -91,6 +91,8 @@ def missing_file(kind: str, path: str | Path) -> str:
     path = Path(path)
     if path.is_dir():
         return with_hint(f"{kind} {path} is a folder, not a file", "name a file in it")
+    if path.is_symlink():
+        return with_hint(f"{kind} {path} does not exist", f"it is a link to {path.readlink()}, which is missing")
     folder = path.parent
     if not folder.is_dir():
         return with_hint(f"{kind} {path} does not exist", f"there is no folder {folder.absolute()}")

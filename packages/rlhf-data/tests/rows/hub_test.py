@@ -88,6 +88,11 @@ def test_open_sources_tables_that_cannot_be_opened_name_themselves(tables):
         open_sources(tables / "broken.parquet")
     with pytest.raises(DataError, match=r"broken\.parquet cannot be (opened|read)"):
         list(open_sources(tables / "broken.parquet", streaming=True))
+    (tables / "mixed").mkdir()
+    (tables / "mixed" / "a.jsonl.gz").touch()
+    (tables / "t.parquet").rename(tables / "mixed" / "t.parquet")
+    with pytest.raises(DataError, match=r"mixed holds files of several kinds, \.json, \.parquet\n\nhint: name"):
+        open_sources(tables / "mixed")
 
 
 def test_cells_of_tables_are_what_json_knows(tmp_path):

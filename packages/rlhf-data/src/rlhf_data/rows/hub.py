@@ -10,6 +10,8 @@ from rlhf_data.errors import ConfigError, DataError, RlhfError, installs, unknow
 from rlhf_data.hub_names import hub_problem
 from rlhf_data.pretrained import hub_answers
 
+_KINDS = {".json", ".jsonl", ".csv", ".parquet", ".arrow"}
+
 
 def open_dataset(
     name: str, subset: str | None, *, split: str, streaming: bool
@@ -19,7 +21,7 @@ def open_dataset(
     Raises:
         ConfigError: the library is not installed, a saved folder has no such split, or a script does not define exactly
             one builder class.
-        DataError: the library cannot open the data set.
+        DataError: the library cannot open the data set, or would leave out files of a folder.
     """
     try:
         import datasets
@@ -36,6 +38,7 @@ def open_dataset(
             kind = path.suffix.lower()[1:]  # parquet or arrow
             table = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
         else:
+            _check_folder(path)
             # Set the library's own switch if the hub does not answer: it would retry for half a minute otherwise.
             datasets.config.HF_HUB_OFFLINE |= not path.exists() and not hub_answers()
             table = datasets.load_dataset(name, subset, split=split, streaming=streaming)
@@ -50,6 +53,18 @@ def open_dataset(
             hint = "name .jsonl, .json, .csv, .parquet or .arrow files, or a folder that `save_to_disk` wrote"
         raise DataError(f"data set {name} cannot be opened: {error}", hint=hint) from error
     return table, None if streaming else table._fingerprint
+
+
+def _check_folder(path: Path) -> None:
+    """Raise DataError for files of several kinds in a folder: the library reads those of the most frequent kind."""
+    if (path / "README.md").is_file():  # it may say which files are read
+        return
+    files = [file for file in path.rglob("*") if not any(part[0] in "._" for part in file.relative_to(path).parts)]
+    suffixes = {Path(file.name.lower().removesuffix(".gz")).suffix for file in files if file.is_file()}
+    kinds = sorted({suffix.removesuffix("l") for suffix in suffixes & _KINDS})
+    if len(kinds) > 1:
+        hint = "name the files, separated by commas, or a folder with one kind"
+        raise DataError(f"data set {path} holds files of several kinds, {', '.join(kinds)}", hint=hint)
 
 
 def _saved(name: str, split: str, streaming: bool) -> Any:
