@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf_train.algorithms.table import ALGORITHMS
 from runner import Metrics, UsageError, read_lines
 from workloads.learning import beside_openrlhf, beside_trl, preferences, published
 from workloads.learning.openrlhf_parts import flash_attention, reward
@@ -27,7 +28,7 @@ PROGRAM = """
 import sys, time
 prefix = "\\x1b[36m(PPOTrainer pid=7)\\x1b[0m INFO 11-30 21:00:00 ppo_trainer.py:480] \\u2728 "
 def step(number, seconds):
-    print(prefix + f"Global step {number}: {{'actor_lr': 2e-05, 'kl': nan, 'rollout/response_length_mean': 20.5,"
+    print(prefix + f"Global step {number}: {{'kl': nan, 'score': {number / 8}, 'rollout/response_length_mean': 20.5,"
         f" 'timing/broadcast': np.float64(1.5), 'timing/step_total': {seconds}}}", flush=True)
 def evaluation(number, accuracy):
     print(prefix + f"Evaluation completed in 0:00:01, global_step {number}, eval_metrics: {{'eval_default_pass1':"
@@ -75,7 +76,7 @@ def test_seconds_beside_trl_are_those_of_steps_without_starts_and_evaluations(be
         asked["ppo"] = " ".join(flags)
         lines = [{"step": step, "eval/accuracy": 0.1 * step} for step in (0, 2)]
         steps = [{"time/step": 5.0, "time/evaluate": 2.0}, {"time/step": 4.0}]
-        steps = [step | {"rollout/response_tokens": 8.0} for step in steps]
+        steps = [step | {"rollout/response_tokens": 8.0, "rollout/score": 0.5} for step in steps]
         return Metrics([*lines, *steps], steps, {"time/startup": 9.0})
 
     def train(_, options, seed, train, held_out, folder):
@@ -93,6 +94,7 @@ def test_seconds_beside_trl_are_those_of_steps_without_starts_and_evaluations(be
         {"step": 2, "seconds": 7.0, "accuracy": pytest.approx(0.2)},
     ]
     assert found["step_seconds"] == [3.0, 4.0] and found["seconds_startup"] == 9.0
+    assert found["train_accuracy"] == [0.5, 0.5] and "--lr_warmup_ratio 0" in asked["ppo"]
     assert asked["trl"] == (7, 4000, 5) and report["trl"]["7"] == {"curve": []}
     assert "--rollout_batch_size 2 --n_samples_per_prompt 8 --train_batch_size 16" in asked["ppo"]
     assert "--seed 7" in asked["ppo"] and asked["ppo"].endswith("--x 1")
@@ -213,7 +215,7 @@ def openrlhf(tmp_path, monkeypatch):
         (tmp_path / "train.jsonl").write_text("{}\n" * 8)
         (tmp_path / "held_out.jsonl").write_text(json.dumps({"input": "b", "label": LABEL}) + "\n")
         sizes = {"model": Path("m"), "prompts": 2, "steps": 4, "eval_steps": 2, "only": None, "flags": ["--x", "1"]}
-        limits = {"openrlhf_seconds": 9.0, "openrlhf_memory": 0.25}
+        limits = {"openrlhf_seconds": 600.0, "openrlhf_memory": 0.25, "openrlhf_batch": 128}
         files = (tmp_path / "train.jsonl", tmp_path / "held_out.jsonl", tmp_path / "run")
         return beside_openrlhf.run_openrlhf(Namespace(**{**sizes, **limits, **options}), 7, *files)
 
@@ -227,20 +229,25 @@ def test_curve_is_that_of_openrlhfs_log_and_ends_with_the_last_evaluation(openrl
         {"step": 4, "seconds": pytest.approx(1.35), "accuracy": 0.75},
     ]
     assert found["step_seconds"] == [0.25, 0.1, 0.5, 0.5] and found["response_tokens"] == [20.5] * 4
+    assert found["train_accuracy"] == [0.125, 0.25, 0.375, 0.5]
     assert found["median"] == {"timing/broadcast": 1.5, "timing/step_total": pytest.approx(0.375)}
     assert len(found["wall_seconds"]) == 4 and found["wall_seconds"][0] > 0.2 and found["version"] == "0.11.2"
     assert (
         "--train.seed 7" in found["flags"] and "--x" not in found["flags"] and "--data.max_samples 8" in found["flags"]
     )
     assert "--rollout.batch_size 2 --rollout.n_samples_per_prompt 8" in found["flags"]
+    reduction = ALGORITHMS["group_norm"].reduction.replace("_", "-")
+    assert f"--actor.loss_agg_mode {reduction}" in found["flags"] and "dynamic" not in found["flags"]
+    assert "--rollout.micro_batch_size 16" in found["flags"] and "--train.micro_batch_size 16" in found["flags"]
     assert [json.loads(row["label"])["held_out"] for row in read_lines(tmp_path / "run/held_out.jsonl")] == [True]
     changed = (tmp_path / "run/site/openrlhf/utils/deepspeed/deepspeed.py").read_text()
     assert '"torch_adam": True, "fused": True,' in changed and '"lr": 1e-3' in changed
 
 
 def test_openrlhf_ends_after_its_limit_and_a_run_that_ends_early_is_an_error(openrlhf):
-    found = openrlhf(PROGRAM + "time.sleep(600)", openrlhf_seconds=0.3, only="openrlhf")
-    assert len(found["curve"]) == 1 and found["flags"].endswith(" --x 1")
+    found = openrlhf(PROGRAM + "time.sleep(600)", openrlhf_seconds=2.0, only="openrlhf", openrlhf_batch=4)
+    assert len(found["curve"]) == 1 and len(found["step_seconds"]) == 4 and found["flags"].endswith(" --x 1")
+    assert "--train.micro_batch_size 4" in found["flags"]
     with pytest.raises(subprocess.CalledProcessError, match="3"):
         openrlhf(PROGRAM + "sys.exit(3)")
     with pytest.raises(UsageError, match="5 steps take 10 prompts, and there are 8"):

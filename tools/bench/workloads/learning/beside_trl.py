@@ -49,7 +49,7 @@ LEARNING_RATE = 2e-5
 _GRPO = (
     "--apply_chat_template --label_key label --prompt_max_len 128 --advantage_estimator group_norm --init_kl_coef 0"
     " --old_logprobs skip --eval_temperature 0 --packing_samples --micro_batch_tokens 16384 --lr_scheduler constant"
-    " --disable_ds_ckpt --num_episodes 100"
+    " --lr_warmup_ratio 0 --disable_ds_ckpt --num_episodes 100"
 )
 
 
@@ -103,6 +103,7 @@ def curve_of(found: Metrics) -> dict[str, Any]:
         "curve": [{"step": at, "seconds": sum(step_seconds[:at]), "accuracy": accuracy[at]} for at in sorted(accuracy)],
         "step_seconds": step_seconds,
         "response_tokens": [step["rollout/response_tokens"] for step in found.steps],
+        "train_accuracy": [step["rollout/score"] for step in found.steps],
         "seconds_startup": found.final["time/startup"],
     }
 
