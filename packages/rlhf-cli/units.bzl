@@ -68,7 +68,7 @@ TESTS = {
     "preflight/resume_options_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/algorithms", "rlhf-train/offline", "rlhf-train/online"],
     "preflight/resumed_clock_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/console", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/run"],
     "preflight/reward_sharding_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/loading", "rlhf-models/testing", "rlhf-rollout/rewards", "rlhf-train/run_memory"],
-    "preflight/seconds_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing"],
+    "preflight/seconds_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/preflight", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-rollout/engines"],
     "report/data_test.py": ["rlhf-cli/commands", "rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-rollout/records_io", "rlhf-train/tracing", "tests/support/record_testing", "tests/support/report_testing"],
     "report/findings_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],
     "report/layout_test.py": ["rlhf-cli/commands", "rlhf-data/records", "rlhf-data/testing", "rlhf-models/testing", "rlhf-rollout/records_io", "rlhf-train/tracing", "tests/support/record_testing", "tests/support/report_testing"],

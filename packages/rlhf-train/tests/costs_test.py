@@ -60,6 +60,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "mlp_only_layers": [], **EXPERTS},
     ),
     "dense layer among experts": ("Qwen3Moe", {"head_dim": 8, "mlp_only_layers": [1], **EXPERTS}),
+    "dense first layer, then experts beside a shared one": (
+        "Glm4Moe",
+        {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+        | {"head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "layers by the kind of their MLP": (
+        "ExaoneMoe",
+        {"mlp_layer_types": ["dense", "sparse", "dense"], "num_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        | {"head_dim": 8, **EXPERTS},
+    ),
     "experts of the usual width": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
 }
 

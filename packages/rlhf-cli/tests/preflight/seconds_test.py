@@ -6,6 +6,8 @@ import math
 import pytest
 
 from rlhf_cli.preflight.seconds import Rates, step_seconds
+from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.engines.model_files import checkpoint_shapes
 
 WEIGHTS = {"qwen2.5-0.5b": 494_032_768}  # as its owner publishes them
 GROUP = ["--advantage_estimator", "group_norm", "--n_samples_per_prompt", "4", "--init_kl_coef", "0", "--bf16"]
@@ -109,6 +111,21 @@ def test_seconds_of_sending_a_draft_model_that_is_trained_along(planner):
     )
     size = 2 * WEIGHTS["qwen2.5-0.5b"]
     assert trained - frozen == pytest.approx(size / 1e9 + size / 1e10 + 24)  # one second per layer
+
+
+def test_seconds_of_tokens_that_go_to_experts_of_other_ranks(planner, tmp_path):
+    """Of two ranks, each sends 32 rollouts of 2,048 tokens to 2 experts in each of 2 layers and back, one half of them
+    to the other rank, forward and backward. Both have one half of 4 experts, and add up gradients of the rest."""
+    path = tiny_model_dir(tmp_path / "moe", architecture="qwen3_moe")
+    sizes = ["--rollout_batch_size", "16", "--train_batch_size", "64", "--generate_max_len", "1024"]
+    words = model(str(path), 2, *sizes, "--zero_stage", "1", "--expert_parallel_size", "2")
+    shapes = checkpoint_shapes(path)
+    own = sum(math.prod(shape) / (1 + (".experts." in name)) for name, shape in shapes.items())
+    exchanged = 32 * 2048 * 2 * 2 * 64 * 2 * 2 / 2
+    found = seconds(planner(2)(words), link_bytes=1e6)
+    assert found["policy training"] == pytest.approx((2 * exchanged + 6 * own) / 1e6)
+    with_reference = seconds(planner(2, 9.0)([*words, "--init_kl_coef", "0.1"]), link_bytes=1e6)
+    assert with_reference["reference"] == pytest.approx(exchanged / 1e6)
 
 
 def test_seconds_of_decode_steps(planner):

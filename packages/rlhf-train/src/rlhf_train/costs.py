@@ -94,12 +94,14 @@ class Mlp(NamedTuple):
         num_experts: 0 for a plain MLP.
         per_token: experts that a token goes through.
         shared: width of the expert that all tokens go through; 0 for none.
+        gates: outputs of the shared expert's gate.
     """
 
     width: int
     num_experts: int = 0
     per_token: int = 1
     shared: int = 0
+    gates: int = 0
 
 
 class Sizes(NamedTuple):
@@ -133,11 +135,15 @@ def mlp_of(config: Any, layer: int) -> Mlp:
     width = number(config, "intermediate_size", default=4 * number(config, "hidden_size", default=1))
     num_experts = number(config, "num_experts", "num_local_experts", default=0)
     is_dense = layer in (field(config, "mlp_only_layers") or ())
+    is_dense |= layer < number(config, "first_k_dense_replace", default=0)  # DeepSeek's and GLM's first layers
+    is_dense |= "dense" in (field(config, "mlp_layer_types") or ())[layer : layer + 1]
     if not num_experts or is_dense or (layer + 1) % number(config, "decoder_sparse_step", default=1):
         return Mlp(width)
     width = number(config, "moe_intermediate_size", default=width)
     shared = number(config, "shared_expert_intermediate_size", default=0)
-    return Mlp(width, num_experts, number(config, "num_experts_per_tok", default=1), shared)
+    gates = int(shared > 0)
+    shared = shared or width * number(config, "n_shared_experts", "num_shared_experts", default=0)
+    return Mlp(width, num_experts, number(config, "num_experts_per_tok", default=1), shared, gates)
 
 
 def mlps_of(config: Any) -> Counter[Mlp]:
@@ -152,7 +158,7 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
     """Return the weights of a model of the families Llama, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures.
 
         layer     = attention 2 H D (h + k) + MLP 3 H I + norms 2 H
-        mixture   = E experts 3 H I, router E H, shared expert 3 H S with a gate H, in place of the MLP
+        mixture   = E experts 3 H I, router E H, shared expert 3 H S, with a gate H in Qwen's, in place of the MLP
         model     = layers + embedding V H + head V H, unless it is the embedding, + norm H
 
     with hidden size H, h heads of size D, k key-value heads, and V tokens; Qwen2 has biases D (h + 2 k), Qwen3 norms
@@ -195,7 +201,7 @@ def linears_of(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:
     linears |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
     if width:
         linears |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)}
-    return linears | ({"shared_expert_gate": (hidden, 1)} if mlp.num_experts and mlp.shared else {})
+    return linears | ({"shared_expert_gate": (hidden, mlp.gates)} if mlp.gates else {})
 
 
 def count_linear_weights(config: Any) -> int:
@@ -220,7 +226,7 @@ def count_adapters(config: Any, rank: int, targets: str | Sequence[str]) -> int:
 
 def _mlp_weights(hidden: int, mlp: Mlp) -> int:
     """Return the weights of a layer's MLP that a token goes through."""
-    num_outputs = mlp.num_experts + (mlp.shared > 0)  # of the router, and the gate of the shared expert
+    num_outputs = mlp.num_experts + mlp.gates  # of the router, and the gate of the shared expert
     return hidden * (3 * (mlp.width * mlp.per_token + mlp.shared) + num_outputs)
 
 

@@ -38,7 +38,7 @@ class Rates:
         decode_flops, read_bytes: operations of an engine that decodes, and bytes of weights and KV cache that it reads.
         updated_bytes: bytes of optimizer states in host memory, in updates.
         copied_bytes: bytes copied between host and GPU.
-        link_bytes: bytes of weights and gradients that ranks exchange.
+        link_bytes: bytes of weights and gradients that ranks exchange, and of tokens that go to others' experts.
         synced_bytes: bytes of weights that engines get.
         decode_step_s, decode_row_s: of a decode step on the host, and of each sequence in it.
         single_step_s, single_row_s: the same in engines that decode one token at a time.
@@ -283,16 +283,28 @@ def _passes(job: OnlineJob, role: str, rates: Rates, lengths: _Lengths, *, is_tr
     if is_divided:
         seconds += passes * (2 * item + 4 if is_trained else item) * counts.total / rates.link_bytes
         seconds = max(seconds, passes * (3 if is_trained else 1) * _gathering(spec, rates))
+    seconds += (times - is_trained) * rows * tokens * _exchanged_bytes(spec) / rates.link_bytes
     seconds += passes * rates.pass_s * (1 + is_trained)
     seconds = max(seconds, passes * (3 if is_trained else 1) * rates.host_layer_s / 3 * num_layers)
     if spec.offload:
         seconds += item * counts.total / (num_ranks if is_divided else 1) / rates.copied_bytes
     if is_trained and spec.lora is None:
-        own = counts.total / (num_ranks if spec.zero_stage else 1)
+        of_rank = counts.total - counts.experts * (1 - 1 / spec.expert_parallel_size)
+        own = counts.total / num_ranks if spec.zero_stage else of_rank
         seconds += updates * 16 * own / rates.updated_bytes * spec.optimizer.offload
         is_summed = num_ranks > 1 and not is_divided
-        seconds += updates * (4 + item) * counts.total / rates.link_bytes * is_summed
+        seconds += updates * (4 + item) * of_rank / rates.link_bytes * is_summed
     return seconds
+
+
+def _exchanged_bytes(spec: ModelSpec) -> float:
+    """Return the bytes that a rank sends per token in a forward pass, and as many in a backward pass: the hidden state
+    to each of its experts and back, in each layer with experts, if experts spread tokens evenly over the ranks."""
+    config = _config(spec.path)
+    away = 1 - 1 / spec.expert_parallel_size
+    mlps = mlps_of(config.get_text_config())
+    visits = sum(count * mlp.per_token * (mlp.num_experts > 0) for mlp, count in mlps.items())
+    return 2 * ITEM_BYTES[spec.dtype] * sizes_of(config).hidden * visits * away
 
 
 def _is_divided(spec: ModelSpec, num_ranks: int) -> bool:
