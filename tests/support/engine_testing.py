@@ -44,7 +44,7 @@ class Subject:
     @property
     def has_model(self) -> bool:
         """Whether there is a model behind it, and not a script."""
-        return self.kind in ("process", "transformers", "vllm")
+        return self.kind in ("process", "vllm")
 
 
 # A fake engine behind the server, in a process of its own; the arguments are the port and the fields of its spec.
@@ -101,7 +101,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session", params=["fake", "served", "process", "transformers", "vllm"])
+@pytest.fixture(scope="session", params=["fake", "served", "process", "vllm"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     kind = request.param
     spec = EngineSpec(
@@ -126,7 +126,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         if kind == "served":  # its tokens take their time, so that there are requests in flight to pause
             url = stack.enter_context(served_engine(spec, token_latency_s=0.005))
             engine = build_engine("http", dataclasses.replace(spec, base_url=url))
-        elif kind == "process":
+        elif kind == "process":  # that of transformers, which has what the contract says through its process, too
             engine = asyncio.run(start_engine("transformers", spec))
         else:
             engine = build_engine(kind, spec)

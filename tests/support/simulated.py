@@ -61,6 +61,7 @@ class MortalEngine:
         engine: the present one.
         hanging: names of methods that never answer.
         num_restarts: how often it was restarted.
+        num_bad_starts: starts of a process that fail.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class MortalEngine:
         self.engine = make()
         self.hanging: set[str] = set()
         self.num_restarts = 0
+        self.num_bad_starts = 0
 
     def kill(self) -> None:
         """End the process: what is in flight fails at once."""
@@ -87,6 +89,10 @@ class MortalEngine:
 
     async def ready(self) -> None:
         await asyncio.sleep(self._start_s)
+        if self.num_bad_starts:
+            self.num_bad_starts -= 1
+            self.kill()
+            raise EngineError("no memory")
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         gone = self._death  # of this process: a restart makes another one
@@ -147,3 +153,9 @@ class MortalEngine:
 
     async def finish_weight_update(self) -> None:
         await self._call("finish_weight_update")
+
+    async def sleep(self, keep_weights: bool = True) -> None:
+        await self._call("sleep", keep_weights)
+
+    async def wake_up(self) -> None:
+        await self._call("wake_up")

@@ -12,6 +12,8 @@ from rlhf_data.errors import WeightSyncError
 from rlhf_rollout.weights.bucket import WeightBucket
 from rlhf_rollout.weights.shared_memory import map_segment
 
+gc.freeze()  # collections in `segments` need not look at libraries, which are a million objects
+
 WEIGHTS = {
     "embed": torch.arange(96, dtype=torch.float32).view(32, 3),  # 384 bytes
     "norm": torch.full((7,), 0.5, dtype=torch.bfloat16),  # 14 bytes

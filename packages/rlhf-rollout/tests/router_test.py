@@ -62,14 +62,6 @@ async def test_router_load_is_counted_in_completions():
     assert (first.num_asked, second.num_asked) == (1, 4)
 
 
-async def test_router_frees_the_place_of_a_request_that_ended():
-    first, second = engines = [Engine(), Engine()]
-    router = EngineRouter(engines)
-    for _ in range(3):
-        await ask(router)
-    assert (first.num_asked, second.num_asked) == (3, 0)
-
-
 async def test_router_retries_elsewhere_and_prefers_engines_that_work():
     broken, works = Engine(broken=True), Engine()
     router = EngineRouter([broken, works])
@@ -187,15 +179,6 @@ async def test_router_restored_engine_is_as_good_as_one_that_never_failed():
     router.restore(broken)
     await ask(router)
     assert (broken.num_asked, works.num_asked) == (2, 1)
-
-
-async def test_router_tells_the_result_of_every_attempt():
-    broken, works = Engine(broken=True), Engine()
-    router = EngineRouter([broken, works])
-    told = []
-    router.on_result = lambda engine, error: told.append((engine, str(error)))
-    await ask(router)
-    assert told == [(broken, "broken"), (works, "None")]
 
 
 async def test_router_conversation_stays_on_its_engine_until_that_fails_or_goes():

@@ -67,7 +67,7 @@ class Agent:
 
     def __init__(self, path, source, *, reads=True):
         self.reader = open_image_reader(path)
-        rows = open_sources(str(path.parent / "rows.jsonl"))
+        rows = open_sources("rows.jsonl")
         [self.prompt] = load_prompts(
             rows, self.reader.tokenizer, apply_chat_template=True, image_key="images", reader=self.reader
         )
@@ -78,16 +78,24 @@ class Agent:
         router = EngineRouter([self.engine])
         self.agent = make_workflow(agent, router, self.reader.tokenizer, reader=self.reader if reads else None)
 
-    def episode(self):
+    def episodes(self, *labels):
+        """Return an episode per label."""
+
         async def run():
             await self.agent.start()
             try:
-                return (await self.agent.run(self.prompt, SAMPLING, "g"))[0]
+                prompts = [dataclasses.replace(self.prompt, label=label) for label in labels]
+                return [(await self.agent.run(one, SAMPLING, f"g{n}"))[0] for n, one in enumerate(prompts)]
             finally:
                 await self.agent.close()
                 await self.engine.close()
 
         return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_vision_model_dir(tmp_path_factory.mktemp("model") / "tiny", "qwen2_5_vl")
 
 
 @pytest.fixture
@@ -120,7 +128,7 @@ def test_observed_images_have_the_templates_tokens_and_answers_have_plain_transf
 ):
     path = tiny_vision_model_dir(folder / family, family)
     agent = Agent(path, write(ENVIRONMENT_CODE.replace("TEXT", repr(text))))
-    episode = agent.episode()
+    [episode] = agent.episodes(None)
     [rollout] = episode.rollouts
     assert (episode.verdict.kind, episode.verdict.score) == (VerdictKind.OK, 1.0)
     sources = [PROMPT, POLICY, ENVIRONMENT, POLICY, ENVIRONMENT, POLICY]
@@ -148,7 +156,7 @@ def test_observed_images_have_the_templates_tokens_and_answers_have_plain_transf
     swapped = dataclasses.replace(rollout, images=(own, *stored[::-1]))
     assert np.abs(expected(agent, path, swapped)[mask[1:]] - rollout.rollout_logprobs[mask]).max() > 1e-3
 
-    group = RolloutGroup("g", agent.prompt, (episode,))
+    group = RolloutGroup("g0", agent.prompt, (episode,))
     again = parse_group([{"num_left": 0, **rollout_record(group, episode, rollout)}], "here")
     assert (again.prompt.images, again.rollouts[0].images) == ((own,), rollout.images)
 
@@ -203,11 +211,9 @@ def as_input(part):
 
 
 @pytest.mark.parametrize("way", ["chat", "responses", "messages"])
-def test_images_over_http_have_the_tokens_of_the_same_conversation_with_the_session(folder, write, way):
-    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
-    [found], [wanted] = (
-        Agent(path, write(ASKING.replace("WAY", repr(one)), f"{one}.py")).episode().rollouts for one in (way, "session")
-    )
+def test_images_over_http_have_the_tokens_of_the_same_conversation_with_the_session(folder, write, model, way):
+    source = write(ASKING.replace("WAY", "session.label"))
+    [found], [wanted] = (episode.rollouts for episode in Agent(model, source).episodes(way, "session"))
     assert len(found.images) == 3 and len(found.turn_ends) == 3
     assert found.images == wanted.images
     assert found.spans[0].token_ids.tolist() == wanted.spans[0].token_ids.tolist()
@@ -215,7 +221,7 @@ def test_images_over_http_have_the_tokens_of_the_same_conversation_with_the_sess
     np.testing.assert_allclose(found.rollout_logprobs, wanted.rollout_logprobs, atol=1e-5, rtol=0)
 
 
-def test_a_request_over_http_has_no_file_read_but_those_of_the_prompt(folder, write):
+def test_a_request_over_http_has_no_file_read_but_those_of_the_prompt(folder, write, model):
     Image.new("RGB", (32, 32), "red").save("secret.png")
     Path("secret.txt").write_text("secret")
     names = ["secret.png", f"file://{folder}/secret.png", str(folder / "secret.txt"), "none.png", "https://a.b/c.png"]
@@ -233,31 +239,30 @@ async def run_episode(session):
     assert all("none of the prompt's" in answer.text for answer in said[:-1]), said[0].text
     return 1.0
 """
-    agent = Agent(tiny_vision_model_dir(folder / "model", "qwen2_5_vl"), write(source))
-    episode = agent.episode()
+    [episode] = Agent(model, write(source)).episodes(None)
     assert episode.verdict.detail == ""
     assert episode.rollouts[0].images == (str(folder / "first.png"),)
     assert not (folder / "cache").exists()
 
 
-FUNCTION = """
-from pathlib import Path
-
-async def run_episode(session):
-    first = await session.{first}
-    second = await session.{second}
-    return 1.0
-"""
 PICTURE = "{'type': 'image', 'image': %s}"
+
+
+def function_of(*ways):
+    """Return an agent that asks twice, by the code of the way that its label numbers."""
+    code = "from pathlib import Path\n\nasync def run_episode(session):\n"
+    for number, (first, second) in enumerate(ways):
+        code += f"    if session.label == '{number}':\n"
+        code += f"        first = await session.{first}\n        await session.{second}\n"
+    return code + "    return 1.0\n"
 
 
 def chat(image):
     return f"chat([{{'role': 'user', 'content': [{PICTURE % image}]}}])"
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "images"),
-    [
+def test_every_way_to_ask_keeps_the_images_of_its_conversation(folder, write, model):
+    ways = [
         ("reply()", "reply('more')", 1),
         ("chat(session.messages)", "chat([{'role': 'user', 'content': 'no <image>'}])", 1),
         ("chat(session.messages)", chat("session.images[0]"), 2),
@@ -265,49 +270,43 @@ def chat(image):
         # Tokens of the prompt's own text have one for the image.
         ("begin(session.prompt)", "reply('more')", 1),
         ("begin('nothing to see')", "reply('more')", 0),
-    ],
-)
-def test_every_way_to_ask_keeps_the_images_of_its_conversation(folder, write, first, second, images):
-    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
-    agent = Agent(path, write(FUNCTION.format(first=first, second=second)))
-    episode = agent.episode()
-    assert episode.verdict.detail == ""
-    [rollout] = episode.rollouts
-    assert rollout.images == (str(folder / "first.png"),) * images
-    assert (rollout.token_ids == agent.reader.image_id).sum() == 16 * images
-    assert not (rollout.token_ids[rollout.loss_mask] == agent.reader.image_id).any()
-    assert (rollout.spans[0].token_ids.tolist() == agent.prompt.token_ids.tolist()) == bool(images)
+    ]
+    agent = Agent(model, write(function_of(*[way[:2] for way in ways])))
+    episodes = agent.episodes(*map(str, range(len(ways))))
+    for episode, (*_, images) in zip(episodes, ways, strict=True):
+        assert episode.verdict.detail == ""
+        [rollout] = episode.rollouts
+        assert rollout.images == (str(folder / "first.png"),) * images
+        assert (rollout.token_ids == agent.reader.image_id).sum() == 16 * images
+        assert not (rollout.token_ids[rollout.loss_mask] == agent.reader.image_id).any()
+        assert (rollout.spans[0].token_ids.tolist() == agent.prompt.token_ids.tolist()) == bool(images)
 
 
-@pytest.mark.parametrize(
-    ("second", "says"),
-    [
-        (chat("'none.png'"), "there is no image none.png"),
-        (chat("'https://example.com/a.png'"), "no URL is fetched"),
-        (chat("Path('torn.png').read_bytes()"), "cannot be read"),
-        (chat("'deep.png'"), "no 8-bit colours"),
-        (chat("'data:image/png;base64,!'"), "not base64"),
-        (chat("None"), "an image is null"),
-        ("reply('<|image_pad|>')", "1 places for 0 images"),
-        ("complete(session.prompt_token_ids + [session.prompt_token_ids[20]])", "1 places for 0 images"),
-    ],
-)
-def test_an_image_that_cannot_be_used_costs_its_episode_alone(folder, write, second, says):
+def test_an_image_that_cannot_be_used_costs_its_episode_alone(folder, write, model):
     Path("torn.png").write_bytes(Path("first.png").read_bytes()[:60])
     Image.new("I;16", (40, 40)).save("deep.png")
-    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
-    episode = Agent(path, write(FUNCTION.format(first="reply()", second=second))).episode()
+    bad = {
+        chat("'none.png'"): "there is no image none.png",
+        chat("'https://example.com/a.png'"): "no URL is fetched",
+        chat("Path('torn.png').read_bytes()"): "cannot be read",
+        chat("'deep.png'"): "no 8-bit colours",
+        chat("'data:image/png;base64,!'"): "not base64",
+        chat("None"): "an image is null",
+        "reply('<|image_pad|>')": "1 places for 0 images",
+        "complete(session.prompt_token_ids + [session.prompt_token_ids[20]])": "1 places for 0 images",
+    }
+    source = write(function_of(*[("reply()", second) for second in bad]))
+    episodes = Agent(model, source).episodes(*map(str, range(len(bad))))
+    for episode, says in zip(episodes, bad.values(), strict=True):
+        assert episode.verdict.kind is VerdictKind.CRASH
+        assert says in episode.verdict.detail
+        assert episode.rollouts[0].images == (str(folder / "first.png"),)
+
+
+def test_a_run_that_reads_text_refuses_an_agents_image(folder, write, model):
+    [episode] = Agent(model, write(function_of((chat("'first.png'"), "reply()"))), reads=False).episodes("0")
     assert episode.verdict.kind is VerdictKind.CRASH
-    assert says in episode.verdict.detail
-    assert episode.rollouts[0].images == (str(folder / "first.png"),)
-
-
-def test_a_run_that_reads_text_refuses_an_agents_image(folder, write):
-    path = tiny_vision_model_dir(folder / "model", "qwen2_5_vl")
-    agent = Agent(path, write(FUNCTION.format(first=chat("'first.png'"), second="reply()")), reads=False)
-    verdict = agent.episode().verdict
-    assert verdict.kind is VerdictKind.CRASH
-    assert "this run reads text only" in verdict.detail
+    assert "this run reads text only" in episode.verdict.detail
 
 
 class Same:

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import gc
 import json
 import socket
 import urllib.parse
@@ -89,22 +88,6 @@ async def test_client_that_times_out_and_asks_again_gets_the_answer_that_was_bei
     assert door.recorder.num_turns == engine.asked == 1
 
 
-async def test_lengths_that_agents_get_are_those_that_were_sampled():
-    sampled = []
-
-    def script(prompt, seed):
-        sampled.append(60 if len(sampled) % 2 else 5)
-        return [*b"x" * sampled[-1], EOS_ID]
-
-    async def ask(engine):
-        async with opened(engine) as door:
-            client = door.client.with_options(timeout=0.25, max_retries=3)
-            return len((await client.chat.completions.create(model="m", messages=[HI])).choices[0].message.content)
-
-    engine = FakeEngine(script=script, token_latency_s=0.008)
-    assert sorted(await asyncio.gather(*(ask(engine) for _ in range(10)))) == sorted(sampled) == [5] * 5 + [60] * 5
-
-
 async def test_what_was_not_delivered_is_no_part_of_the_episode():
     engine = Counting(latency_s=0.2)
 
@@ -166,17 +149,6 @@ async def test_answer_that_cannot_be_written_is_not_sampled_again(monkeypatch):
         assert (await door.chat([HI])).message.content, answers_of(door) == ("answer 1", ["answer 1<eos>"])
 
 
-async def test_follow_up_after_a_retry_continues_the_rollout():
-    engine = Counting(latency_s=0.2)
-
-    async with opened(engine) as door:
-        await leave(door, engine)
-        first = await door.chat([HI])
-        await door.chat([HI, first.message.model_dump(), HI])
-        [spans] = door.rollouts()
-    assert [text for source, text in spans if source is POLICY] == ["answer 1<eos>", "answer 2<eos>"]
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_slow_answers_keep_their_connection_alive(monkeypatch, is_stream):
     monkeypatch.setattr(gateway_module, "KEEP_ALIVE_S", 0.1)
@@ -196,22 +168,6 @@ def test_slow_answers_keep_their_connection_alive(monkeypatch, is_stream):
             return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
 
     assert asyncio.run(run()) == "answer 1"
-
-
-async def test_stream_begins_with_comments(monkeypatch):
-    monkeypatch.setattr(gateway_module, "KEEP_ALIVE_S", 0.05)
-    engine = Counting(latency_s=0.5)
-
-    async with opened(engine) as door, httpx.AsyncClient(timeout=60) as client:
-        body = {"messages": [HI], "stream": True}
-        async with client.stream("POST", f"{door.session.url}/v1/chat/completions", json=body) as response:
-            num_in_flight = (await engine.health()).num_in_flight
-            status = response.status_code
-            lines = [line async for line in response.aiter_lines()]
-    assert (num_in_flight, status) == (1, 200)  # the headers came before the answer
-    first = next(index for index, line in enumerate(lines) if line.startswith("data:"))
-    assert first > 2 and all(not line or line.startswith(":") for line in lines[:first])
-    assert lines[-2:] == ["data: [DONE]", ""]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -251,20 +207,6 @@ async def test_retry_that_arrives_with_the_end_of_its_first_connection_or_before
         second.close()
         assert answers_of(door) == ["answer 1<eos>"]
     assert engine.asked == 1
-
-
-async def test_error_of_an_answer_that_nobody_waits_for_is_no_noise():
-    engine = Counting(latency_s=0.6, fail_after=0)
-    noise = []
-
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context["message"]))
-    async with opened(engine) as door:
-        await leave(door, engine)
-        async with asyncio.timeout(60):
-            while door.recorder.error is None:
-                await asyncio.sleep(0.01)
-    gc.collect()
-    assert noise == []
 
 
 async def test_equal_requests_at_the_same_time_are_draws_of_their_own_also_when_both_are_sent_again():

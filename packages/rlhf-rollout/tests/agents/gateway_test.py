@@ -246,15 +246,3 @@ async def test_completions_continue_texts_and_tokens():
         [texts, tokens] = door.rollouts()
     assert texts == [(PROMPT, "x"), (POLICY, "a<eos>"), (ENVIRONMENT, " and"), (POLICY, "b<eos>")]
     assert tokens == [(PROMPT, "\x01\x05\x05"), (POLICY, "c<eos>"), (ENVIRONMENT, "\x07"), (POLICY, "d<eos>")]
-
-
-async def test_other_sampling_is_ignored_and_said_once(caplog):
-    engine = writes("a" * 50)
-
-    async with opened(engine, max_tokens=9) as door:
-        create = door.client.chat.completions.with_raw_response.create
-        answers = [await create(model="m", messages=[HI], temperature=0.7, seed=1, max_tokens=40) for _ in range(2)]
-        assert [answer.headers["x-ignored-parameters"] for answer in answers] == ["temperature, seed"] * 2
-        assert answers[0].parse().usage.completion_tokens == 9
-        assert "x-ignored-parameters" not in (await create(model="m", messages=[HI], max_tokens=4)).headers
-    assert caplog.text.count("agents ask for temperature, seed, which is ignored") == 1

@@ -72,18 +72,18 @@ def test_bad_episodes_fail_alone(write):
         assert texts_of(episode.rollouts[0])[-1] == (POLICY, "a<eos>")
 
 
-@pytest.mark.parametrize("label", ["raise", "nan", "exit", "unasked"])
 @pytest.mark.parametrize("gives_reward", [True, False])
-def test_failed_episode_has_the_reward_of_failed_ones_if_the_policy_has_answered(write, label, gives_reward):
+def test_failed_episode_has_the_reward_of_failed_ones_if_the_policy_has_answered(write, gives_reward):
     source = BAD.replace(
         "    await session.reply()\n",
         "    if session.label == 'unasked': raise KeyError\n    await session.reply()\n",
         1,
     )
-    options = {"failed_reward": -2.0, "gives_reward": gives_reward, "prompts": [make_prompt("x", label)]}
-    [episode], _ = run(write(source), writes(["a"]), **options)
-    expected = None if label == "unasked" else -2.0
-    assert (episode.verdict.kind, episode.verdict.reward, episode.verdict.score) == (CRASH, expected, expected)
+    prompts = [make_prompt("x", label) for label in ("raise", "nan", "exit", "unasked")]
+    options = {"failed_reward": -2.0, "gives_reward": gives_reward, "prompts": prompts}
+    episodes, _ = run(write(source), writes(["a"]), **options)
+    found = [(episode.verdict.kind, episode.verdict.reward, episode.verdict.score) for episode in episodes]
+    assert found == [(CRASH, -2.0, -2.0)] * 3 + [(CRASH, None, None)]
 
 
 def test_child_that_the_agent_forks_takes_no_message_of_its_parent(write):

@@ -10,11 +10,9 @@ from rlhf_data.records import FinishReason, SpanSource, VerdictKind
 from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.engines.fake import VOCAB_SIZE, FakeEngine
-from rlhf_rollout.protocols import SamplingParams
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 OK, WRONG, CRASH, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH, VerdictKind.TIMEOUT
-SAMPLING = SamplingParams(max_tokens=32, seed=3)
 
 # In the form of OpenRLHF 0.8: a coroutine as `__init__`, and a constructor that passes on what the run gives.
 RETRIES = """
@@ -45,38 +43,20 @@ class AgentExecutor(AgentExecutorBase):
 """
 
 
-@pytest.mark.parametrize(
-    ("asked", "text", "raw_text", "recorded"),
-    [
-        ("' END'", "one", "one", "one END"),
-        ("[' END', 'never']", "one", "one", "one END"),
-        ("'never'", "one END two", "one END two<eos>", "one END two<eos>"),
-    ],
-)
-def test_stop_of_an_agent_ends_an_answer_whose_text_ends_before_it(write, asked, text, raw_text, recorded):
-    source = f"""
-        async def run_episode(session):
-            reply = await session.reply(sampling={{"stop": {asked}}})
-            assert (reply.text, reply.raw_text, reply.finish_reason) == {(text, raw_text, "stop")}, reply
-            return 1.0
-    """
-    [episode], _ = run(write(source), writes(["one END two"]))
-    assert episode.verdict.kind is OK, episode.verdict.detail
-    assert texts_of(episode.rollouts[0])[1:] == [(POLICY, recorded)]
-
-
-def test_sampling_that_agents_are_told_consists_of_parameters_of_vllm(write):
+def test_stop_of_an_agent_ends_an_answer_whose_text_ends_before_it(write):
     source = """
         async def run_episode(session):
-            assert sorted(session.sampling) == [
-                "max_tokens", "min_p", "min_tokens", "repetition_penalty", "seed", "stop", "stop_token_ids",
-                "temperature", "top_k", "top_p",
-            ], session.sampling
-            await session.reply()
+            stop = {"one": " END", "list": [" END", "never"], "other": "never"}[session.label]
+            reply = await session.reply(sampling={"stop": stop})
+            texts = ("one END two", "one END two<eos>") if session.label == "other" else ("one", "one")
+            assert (reply.text, reply.raw_text, reply.finish_reason) == (*texts, "stop"), reply
             return 1.0
     """
-    [episode], _ = run(write(source), writes(["one"]))
-    assert episode.verdict.kind is OK, episode.verdict.detail
+    prompts = [make_prompt("x", label) for label in ("one", "list", "other")]
+    episodes, _ = run(write(source), writes(["one END two"]), prompts=prompts)
+    assert [(episode.verdict.kind, episode.verdict.detail) for episode in episodes] == [(OK, "")] * 3
+    recorded = [texts_of(episode.rollouts[0])[1:] for episode in episodes]
+    assert recorded == [[(POLICY, text)] for text in ("one END", "one END", "one END two<eos>")]
 
 
 def test_openrlhf_agent_with_retries_is_recorded_token_by_token(write):
@@ -239,18 +219,14 @@ async def run_episode(session):
 """
 
 
-@pytest.mark.parametrize(
-    ("label", "kind", "reward", "detail"),
-    [
-        ("4", WRONG, 0.5, ""),
-        ("none", CRASH, None, "the agent gave no reward"),
-        ("quit", WRONG, 0.0, "a limit ended the episode before its reward"),
-    ],
-)
-def test_function_is_an_agent_and_must_give_a_reward(write, label, kind, reward, detail):
-    [episode], _ = run(write(FUNCTION), writes(["abc"]), prompts=[make_prompt("x", label)])
-    verdict = episode.verdict
-    assert (verdict.kind, verdict.reward, verdict.detail) == (kind, reward, detail)
+def test_function_is_an_agent_and_must_give_a_reward(write):
+    prompts = [make_prompt("x", label) for label in ("4", "none", "quit")]
+    episodes, _ = run(write(FUNCTION), writes(["abc"]), prompts=prompts)
+    assert [(episode.verdict.kind, episode.verdict.reward, episode.verdict.detail) for episode in episodes] == [
+        (WRONG, 0.5, ""),
+        (CRASH, None, "the agent gave no reward"),
+        (WRONG, 0.0, "a limit ended the episode before its reward"),
+    ]
 
 
 def test_agent_says_whose_fault_it_was(write):

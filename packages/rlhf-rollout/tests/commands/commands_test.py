@@ -1,12 +1,10 @@
-"""The commands: what they refuse before anything starts, notices, dry runs, and how quickly they help."""
+"""The commands: what they refuse before anything starts, notices, dry runs, and what their help imports."""
 
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -128,7 +126,6 @@ def generate(prompts, out, *more):
         (["--prompt_max_len", "1"], "all 5 prompts of"),
         (["--prompt_max_len", "0"], "--prompt_max_len is 0; it must be at least 1"),
         (["--prompt_max_len", "x"], "--prompt_max_len is x; it must be a whole number"),
-        (["--max_samples", "0"], "--max_samples is 0; it must be at least 1"),
         (["--n_samples_per_prompt", "2", "--temperature", "0"], "greedy responses are all the same"),
         (["--top_p", "0"], "--top_p is 0; it must be above 0.0"),
         (["--top_k", "0"], "--top_k is 0, which leaves no token to sample"),
@@ -136,15 +133,8 @@ def generate(prompts, out, *more):
         (["--bf16", "float16"], "--bf16 is float16; it must be true or false"),
         (["--input_template", "x"], "must contain `{}` exactly once"),
         (["--remote_rm_url", "nothere.py"], "reward file nothere.py does not exist"),
-        (["--remote_rm_url", "rlhf_rollout.rewards.math:nothing"], "has no function `nothing`"),
-        (["--remote_rm_url", "rlhf_rollout.rewards.math,"], "names nothing between two commas"),
-        (["--remote_rm_url", "format:think,http://"], "reward server http:// is no URL"),
         (["--remote_rm_url", "http://127.0.0.1:9/get_reward"], "the reward server does not answer: http://127.0.0.1:9"),
-        (["--remote_rm_url", "rlhf_rollout.rewards.math", "--reward_weights", "1,2"], "2 weights for 1 rewards"),
-        (
-            ["--remote_rm_url", "rlhf_rollout.rewards.math", "--reward_weights", "one"],
-            "--reward_weights is one; it must be",
-        ),
+        (["--remote_rm_url", "math", "--reward_weights", "one"], "--reward_weights is one; it must be"),
         (["--reward_weights", "1"], "1 weights for 0 rewards: none"),
     ],
 )
@@ -174,11 +164,9 @@ def test_generate_model_without_tokenizer_is_refused(prompts, tmp_path, capsys):
         "chat --engine transformers --pretrain {none} --tokenizer owner/name",
     ],
 )
-def test_model_folder_that_does_not_exist_is_refused_at_once(prompts, tmp_path, capsys, arguments):
+def test_model_folder_that_does_not_exist_is_refused(prompts, tmp_path, capsys, arguments):
     names = {"prompts": prompts, "out": tmp_path / "out.jsonl", "none": tmp_path / "none"}
-    started = time.process_time()  # which passes only while this process runs
     assert main(arguments.format(**names).split()) == 2
-    assert time.process_time() - started < 5
     told = capsys.readouterr().err
     assert f"there is no model folder {names['none']}\n\nhint: give an existing folder" in told
 
@@ -275,15 +263,6 @@ def test_rewards_that_compare_with_a_label_need_its_key(prompts, tmp_path, capsy
         assert main([*words, "--label_key", "a", "--dry_run"]) == 0
         assert "missing" not in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    "reward", ["format:think", "length:max=3", "rlhf_rollout.rewards.shaping:f", "http://h", "judge:r"]
-)
-def test_other_rewards_may_do_without_labels(prompts, tmp_path, capsys, reward):
-    words = generate_words(prompts, tmp_path / "out.jsonl", "--input_key", "q", "--remote_rm_url", reward)
-    assert main([*words, "--dry_run"]) == 0
-    assert "label_key" not in capsys.readouterr().err
 
 
 def test_score_keys_that_its_rows_do_not_have_are_a_notice(capsys):
@@ -422,27 +401,12 @@ def test_threads_of_a_command_wait_passively_on_cpus(monkeypatch, capsys):
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def timed(code: str, environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Return how a new Python ended, and the processor's seconds that it took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def test_help_is_quick_and_brings_no_heavy_library(tmp_path):
+def test_help_brings_no_heavy_library():
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; import rlhf_rollout.commands.main as m\n"
         "try: m.main(['generate', '--help'])\n"
         "finally: print([name for name in ('torch', 'transformers', 'ray', 'vllm', 'httpx') if name in sys.modules])"
     )
-    # What is installed has its bytecode beside it; sources that are tested where they lie get theirs at the first run.
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    units = []  # seconds of --help over those of what every command imports; a slow machine stretches both alike
-    for _ in range(3):
-        done, seconds = timed(code, environment)
-        units.append(seconds / timed("import asyncio, numpy, pydantic", environment)[1])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--remote_rm_url" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
-    assert min(units) < 5.0

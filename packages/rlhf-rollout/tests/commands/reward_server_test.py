@@ -181,16 +181,6 @@ def test_server_failure_of_one_answer_is_charged_to_it_alone():
     assert "the function cannot run" in verdicts[1].detail
 
 
-def test_token_is_asked_for_and_accepted(monkeypatch):
-    with serving(Told(), ByteTokenizer(), token="secret") as url:
-        monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "wrong")
-        [refused] = ask(url, [("a", "bc")])
-        assert refused.kind is VerdictKind.CRASH and "401" in refused.detail
-        monkeypatch.setenv("RLHF_REMOTE_RM_TOKEN", "secret")
-        [accepted] = ask(url, [("a", "bc")])
-        assert accepted.reward == 2.0
-
-
 @contextlib.contextmanager
 def command_running(monkeypatch, *arguments):
     """Run `serve_rm` with `arguments` in a thread, on a port of its own; yield the port."""

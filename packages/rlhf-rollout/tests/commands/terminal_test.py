@@ -102,24 +102,6 @@ def test_command_that_is_refused_leaves_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_output_that_cannot_be_written_is_refused_before_the_engine_starts(tmp_path):
-    (tmp_path / "new").write_text("a file where the folder should be")
-    done = generate("broken", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}/new/out.jsonl.log cannot be written: ")
-    assert "hint: name a file in a folder that you may write to" in done.stderr
-
-
-def test_prints_of_a_reward_function_are_in_the_log(tmp_path):
-    reward, rows = tmp_path / "reward.py", write_jsonl(tmp_path / "rows.jsonl", [{"input": "a", "output": "b"}])
-    reward.write_text("def reward_func(q, p, l):\n    print('NOISE from a reward')\n    return {'rewards': [1.0]}\n")
-    out = tmp_path / "scored.jsonl"
-    done = run("quiet", "score", "--dataset", rows, "--remote_rm_url", reward, "--output_path", out)
-    assert done.returncode == 0, done.stderr
-    assert "NOISE" not in done.stdout + done.stderr and "reward: mean 1.0000" in done.stderr
-    assert "NOISE from a reward" in (tmp_path / "scored.jsonl.log").read_text()
-
-
 def test_server_tells_on_the_terminal_that_its_port_is_taken(tmp_path):
     pytest.importorskip("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -263,21 +263,6 @@ def test_server_has_a_second_more_than_it_was_told_to_say_that_it_is_late(timeou
     assert asked == [told_s]
 
 
-def test_http_engine_asks_four_times_unless_told_otherwise_after_pauses_that_double() -> None:
-    asked = []
-
-    async def busy(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/completions":
-            asked.append(now())
-        return httpx.Response(503)
-
-    with pytest.raises(EngineError, match=r"failed 4 times; last: status 503(.|\n)*hint: is the server up"):
-        simulate(mocked(busy).generate(PROMPT, SamplingParams(max_tokens=4)))
-    pauses = np.diff(asked) / [0.5, 1, 2]
-    assert len(asked) == 4
-    assert np.all((pauses >= 1) & (pauses <= 2))
-
-
 def test_health_of_a_server_that_says_no_more_counts_the_requests_from_here() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/completions":

@@ -158,7 +158,7 @@ def test_pause_lasts_through_a_weight_update_until_resume(subject: Subject) -> N
 def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
     with pytest.raises(EngineError, match=r"unknown pause mode `drian`(.|\n)*hint: did you mean `drain`"):
         run(subject.engine.pause("drian"))
-    if subject.kind in ("process", "transformers"):
+    if subject.kind == "process":
         for mode in ("keep", "restart"):
             with pytest.raises(EngineError, match=rf"cannot pause with mode {mode}\s+hint: use one of: drain"):
                 run(subject.engine.pause(mode))
@@ -167,7 +167,7 @@ def test_pause_by_a_mode_that_there_is_not_raises(subject: Subject) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "restart"])
 def test_pause_request_that_lives_through_an_update(subject: Subject, mode: Any) -> None:
-    if subject.kind in ("process", "transformers"):
+    if subject.kind == "process":
         pytest.skip("it drains only")
     subject = paced(subject)
     engine = subject.engine
@@ -263,9 +263,7 @@ def test_health_tells_the_version_and_the_sleep(subject: Subject) -> None:
     assert not run(subject.engine.health()).is_asleep
 
 
-def test_weight_update_given_up_while_it_drains_lets_requests_through(subject: Subject) -> None:
-    if subject.kind != "fake":
-        pytest.skip("only the fake engine's requests last as long as they are told")
+def test_weight_update_given_up_while_it_drains_lets_requests_through() -> None:
     engine = FakeEngine(latency_s=0.5)
 
     async def scenario() -> Any:

@@ -16,10 +16,9 @@ from rlhf_data.errors import ConfigError, EngineError, WeightSyncError
 from rlhf_data.own_code import TrustedModel, is_trusted
 from rlhf_rollout.engines.spec import EngineSpec
 from rlhf_rollout.protocols import SamplingParams
+from scripted_core import ScriptedCore
 
 pytest.importorskip("vllm")
-
-from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from rlhf_rollout.engines.vllm import engine as vllm_engine
 from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension
@@ -27,24 +26,19 @@ from rlhf_rollout.engines.vllm.weights import BucketWorkerExtension
 PROMPT = np.array([5, 6], np.int32)
 
 
-class Core:
+class Core(ScriptedCore):
     """Ends each request after one token, once `may_step` is set; the calls named in `failing` raise."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.may_step = threading.Event()
         self.may_step.set()
+        self.allowed = SimpleNamespace(acquire=self.may_step.wait)
         self.failing: set[str] = set()
         self.calls: list[str] = []
-        self.running: dict[str, Any] = {}
         self.is_asleep = False
-        self.lasts = False  # a step ends no request
         self.answers: dict[str, list[Any]] = {}  # of the workers, by method
-        self.engine_core = SimpleNamespace(
-            batch_queue=None,
-            scheduler=SimpleNamespace(has_requests=lambda: bool(self.running)),
-            pause_scheduler=lambda mode, clear_cache: self.called("pause_scheduler"),
-            resume_scheduler=lambda: None,
-        )
+        self.engine_core.pause_scheduler = lambda mode, clear_cache: self.called("pause_scheduler")
 
     def called(self, name: str) -> None:
         self.calls.append(name)
@@ -73,29 +67,7 @@ class Core:
 
     def add_request(self, request: Any) -> None:
         assert not self.is_asleep
-        self.running[request.request_id] = request
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.running.pop(request_id, None)
-
-    def get_output(self) -> Any:
-        self.calls.append("step")
-        self.may_step.wait()
-        done = {} if self.lasts else self.running
-        if done:
-            self.running = {}
-        reason = VllmFinishReason.LENGTH
-        outputs = [
-            SimpleNamespace(
-                request_id=name, new_token_ids=[7], new_logprobs=[-0.5], finish_reason=reason, routed_experts=None
-            )
-            for name in done
-        ]
-        return SimpleNamespace(outputs=outputs)
-
-    def shutdown(self) -> None:
-        pass
+        super().add_request(request)
 
 
 @pytest.fixture
@@ -356,15 +328,15 @@ def test_kept_request_goes_on_at_the_end_of_the_update_and_not_amid_it(
         while not core.running:
             await asyncio.sleep(0.001)
         pausing = asyncio.create_task(engine.pause("keep"))
-        core.lasts = True  # the step at hand ends no request
+        core.num_tokens = 0  # the step at hand ends no request
         core.may_step.set()
         assert await pausing == 1
         await engine.begin_weight_update(1)
         await engine.resume()
-        core.lasts = False
-        num_steps = core.calls.count("step")
+        core.num_tokens = 1
+        num_steps = len(core.batches)
         await engine.receive_weights(None)
-        assert core.calls.count("step") == num_steps
+        assert len(core.batches) == num_steps
         await engine.finish_weight_update()
         assert await running == "answered"
         assert core.calls.count("reset_prefix_cache") == (not keep_kv)

@@ -264,17 +264,6 @@ def test_a_name_that_vllm_lacks_is_missing_in_the_patch_that_needs_it_alone(lost
     assert f"does without the speed-up {left_out}, and generates the same: cannot import name" in warnings()
 
 
-@pytest.mark.parametrize("name", VLLM_PATCHES)
-def test_a_patch_whose_imports_fail_is_left_out_with_the_reason(name, monkeypatch, warnings) -> None:
-    def fail(module):
-        raise ImportError(f"cannot import name 'gone' from {module}")
-
-    assert patches.load(name, (name,)) is None and warnings() == ""
-    monkeypatch.setattr(patches, "import_module", fail)
-    assert patches.load(name, ()) is None
-    assert f"does without the speed-up {name}" in warnings() and "cannot import name 'gone'" in warnings()
-
-
 def test_a_patch_is_left_out_if_what_it_looks_up_is_gone(monkeypatch, warnings) -> None:
     path = "vllm.v1.core.single_type_kv_cache_manager"
     monkeypatch.setitem(sys.modules, path, SimpleNamespace(__name__=path))

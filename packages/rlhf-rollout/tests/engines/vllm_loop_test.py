@@ -17,8 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from rlhf_rollout.engines.stopping import StopWatch
-from rlhf_rollout.engines.vllm.loop import Job, Sample, StepLoop
+from rlhf_rollout.engines.vllm.loop import StepLoop
 
 
 def test_step_loop_ends_a_sample_at_the_token_that_completes_a_text(core: ScriptedCore, loop: StepLoop) -> None:
@@ -51,14 +50,6 @@ def test_a_text_in_the_middle_of_a_step_ends_tokens_and_log_probs(core, loop, ma
     [span] = completion.spans
     assert (span.token_ids.tolist(), span.logprobs.tolist()) == ([1, 2, 3], [-0.5, -1.0, -1.5])
     assert completion.finish_reason is FinishReason.STOP and len(core.aborted) == (max_tokens > 4)
-
-
-def test_sample_of_several_new_tokens_ends_at_the_one_that_completes_a_text() -> None:
-    sampling = SamplingParams(stop=("23",))
-    watch = StopWatch(sampling, lambda ids: "".join(map(str, ids)))
-    sample = Sample(Job([5], sampling, []), Draft(), 0, watch)
-    assert [sample.add([1]), sample.add([2, 3, 4])] == [False, True]
-    assert sample.draft.token_ids.tolist() == [1, 2, 3]
 
 
 def told(request: Any, token: int) -> np.ndarray:

@@ -283,6 +283,8 @@ async def test_engine_gives_the_same_tokens_and_log_probs(model, monkeypatch):
             EngineSpec(model=model, max_model_len=MAX_LENGTH, max_num_seqs=8, seed=0, skip_patches=skipped)
         )
         try:
+            scheduler = vars(engine._loop._core.engine_core.scheduler)
+            assert "_make_cached_request_data" in scheduler  # by the patch bulk_decoding
             sampling = [
                 SamplingParams(num_samples=2, max_tokens=9 + 4 * seed, seed=seed, stop=stop)
                 for stop in ((), ("A", "B", "C", "D", "E"))

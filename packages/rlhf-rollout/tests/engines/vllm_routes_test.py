@@ -144,15 +144,6 @@ async def update(engine, version, actor):
     await engine.finish_weight_update()
 
 
-def test_engine_that_is_not_asked_tells_none(tmp_path):
-    pytest.importorskip("vllm")
-    path = tiny_model_dir(tmp_path, architecture="qwen3_moe")
-    engine = build_engine("vllm", EngineSpec(model=str(path), max_model_len=64, max_num_seqs=2))
-    [completion] = asyncio.run(engine.generate(PROMPTS[1], SamplingParams(max_tokens=4, seed=1)))
-    asyncio.run(engine.close())
-    assert completion.routes is None
-
-
 def test_model_without_experts_has_none_to_tell(tmp_path, tells):
     spec = EngineSpec(model=str(tiny_model_dir(tmp_path)), max_model_len=64, max_num_seqs=2, return_routes=True)
     with pytest.raises(EngineError, match=r"(?s)does not start .*Routed-experts"):

@@ -60,12 +60,6 @@ def test_batcher_full_batch_does_not_wait(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_batcher_batches_run_side_by_side():
-    call = Doubler(seconds=0.05)
-    asyncio.run(submit_all(Batcher(call, max_batch=2), range(10)))
-    assert call.most_running == 5
-
-
 class Gate:
     """Answers the batches of a `Batcher` one at a time, each when the test says so."""
 
@@ -116,16 +110,6 @@ def test_batcher_nothing_goes_out_after_its_end():
 
     assert [type(result) for result in asyncio.run(run())] == [asyncio.CancelledError] * 3
     assert call.batches == [[0]]
-
-
-def test_batcher_failing_call_fails_its_batch_alone():
-    async def call(items):
-        if 1 in items:
-            raise ZeroDivisionError("of item 1")
-        return items
-
-    results = asyncio.run(submit_all(Batcher(call, max_batch=2), range(4)))
-    assert [str(result) for result in results] == ["of item 1", "of item 1", "2", "3"]
 
 
 @pytest.mark.parametrize("results", [[], [1], [1, 2, 3]])

@@ -142,13 +142,6 @@ def test_pause_without_one_that_the_server_names_is_random_up_to_twice_the_short
     assert FIRST_PAUSE_S[user.kind] <= seconds <= 2 * FIRST_PAUSE_S[user.kind]
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1, 1), (2, 2)])
-def test_pauses_double(user, monkeypatch, factor, expected):
-    monkeypatch.setattr(client_module.random, "uniform", lambda *bounds: bounds == (1, 2) and factor)
-    problem, seconds = user.ask(*[status(503)] * 3, None)
-    assert (problem, seconds) == ("", pytest.approx(7 * FIRST_PAUSE_S[user.kind] * expected))
-
-
 @pytest.mark.parametrize("number", [400, 401, 404, 422, 302])
 def test_refused_request_is_not_repeated(user, number):
     problem, seconds = user.ask(status(number, "no"))
@@ -346,20 +339,6 @@ def test_servers_on_this_machine_are_asked_without_the_proxy_of_the_environment(
 
         asyncio.run(run())
     assert seen == ["here", "here", "proxy"]
-
-
-@pytest.mark.parametrize(("timeout_s", "connect_s"), [(4.0, 2.0), (20.0, 10.0), (600.0, 10.0)])
-def test_connections_are_as_many_as_it_takes_and_given_up_before_the_request(monkeypatch, timeout_s, connect_s):
-    made = []
-    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: made.append(options) or SimpleNamespace())
-
-    async def connect():
-        _ = Client(["http://127.0.0.1:1"], timeout_s=timeout_s)._connections
-
-    asyncio.run(connect())
-    assert made[0]["timeout"] == httpx.Timeout(None, connect=connect_s)
-    assert made[0]["limits"] == httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-    assert made[0]["mounts"] == {"all://127.0.0.1": None}
 
 
 def test_client_is_shown_without_its_token():

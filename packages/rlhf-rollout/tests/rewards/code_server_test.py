@@ -4,8 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +15,7 @@ from rlhf_rollout.http.client import Client, RequestFailure
 from rlhf_rollout.rewards.code.code_reward import CodeReward
 from rlhf_rollout.rewards.code.sandbox import SandboxServer, check_sandbox
 from rlhf_rollout.rewards.sources import CallOptions
+from rollout_testing import json_server
 
 OK, WRONG, CRASH = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.CRASH
 
@@ -27,37 +27,24 @@ def judge(url, label, *programs):
     return asyncio.run(reward.score(prompt, rollouts))
 
 
-class FusionHandler(BaseHTTPRequestHandler):
-    """Answers as SandboxFusion does; it runs the programs of these tests, which are harmless, without a sandbox."""
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, request))
-        answer = self.server.answer
-        if answer is None:
-            command = [sys.executable, "-c", request["code"]]
-            done = subprocess.run(command, input=request["stdin"].encode(), capture_output=True, check=False)
-            result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout.decode()}
-            answer = {"status": "Success" if done.returncode == 0 else "Failed", "message": "", "run_result": result}
-        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
+def run_program(request):
+    """Answer as SandboxFusion does; the programs of these tests are harmless and run without a sandbox."""
+    command = [sys.executable, "-c", request["code"]]
+    done = subprocess.run(command, input=request["stdin"].encode(), capture_output=True, check=False)
+    result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout.decode()}
+    return {"status": "Success" if done.returncode == 0 else "Failed", "message": "", "run_result": result}
 
 
 @pytest.fixture
 def fusion():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FusionHandler)
-    server.requests, server.answer, server.status = [], None, 200
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    yield server
-    server.shutdown()
-    server.server_close()
+    made = SimpleNamespace(requests=[], answer=None, status=200)
+
+    def respond(request, headers):
+        made.requests.append((headers["path"], request))
+        return made.status, made.answer or run_program(request)
+
+    with json_server(respond) as made.url:
+        yield made
 
 
 @pytest.mark.parametrize("form", ["stdin", "call", "assertions"])
@@ -82,8 +69,8 @@ def test_server_runs_programs(fusion, form):
         (200, {"status": "SandboxError", "message": "out of pods"}, "out of pods"),
         (200, {"status": "Failed", "message": "", "run_result": None}, "it wrote nothing"),
         (200, {"status": "Success", "run_result": {"stdout": "[1]\nhello\n"}}, "hello"),
-        (200, b"<html>", "JSONDecodeError"),
-        (200, b"[]", "AttributeError"),
+        (200, "<html>", "JSONDecodeError"),
+        (200, "[]", "AttributeError"),
         (503, {"status": "Success"}, "503"),
     ],
 )

@@ -55,11 +55,6 @@ def test_function_reward_no_rollouts_calls_nothing(write):
     assert score(write("def reward_func(q, p, l): return 1 / 0"), []) == ([], 0)
 
 
-def test_function_reward_built_in_math_by_module_name():
-    verdicts, _ = score("rlhf_rollout.rewards.math", ["#### 4", "#### 5", "four"])
-    assert [verdict.kind for verdict in verdicts] == [OK, WRONG, VerdictKind.UNPARSABLE]
-
-
 def test_function_reward_file_sees_its_own_folder_and_a_clean_interpreter(write):
     write("BONUS = 3.0", "reward_helpers.py")
     reward = write("""
@@ -101,33 +96,6 @@ WAITS = """
             time.sleep(0.01)
         return {"rewards": [1.0] * len(queries)}
 """
-
-
-def test_function_reward_never_blocks_the_event_loop(write, tmp_path):
-    reward = write(WAITS)
-
-    async def run():
-        function = FunctionReward(reward, CallOptions(num_workers=2, batch_size=1, timeout_s=60.0))
-        prompt = make_prompt()
-        scoring = asyncio.gather(*(function.score(prompt, [make_rollout(prompt, "4")]) for _ in range(4)))
-        called = tmp_path / "called"
-        while not (called.exists() and called.read_text() == "xx"):
-            await asyncio.sleep(0.01)
-        (tmp_path / "go").touch()  # a call that blocked the loop would wait for this in vain
-        kinds = [verdicts[0].kind for verdicts in await scoring]
-        await function.close()
-        return kinds
-
-    assert asyncio.run(run()) == [OK] * 4
-
-
-def test_function_reward_works_from_one_event_loop_after_another(write):
-    function = FunctionReward(write('def reward_func(q, p, l): return {"rewards": [1.0]}'))
-    prompt = make_prompt()
-    for _ in range(2):
-        verdicts = asyncio.run(function.score(prompt, [make_rollout(prompt, "4")]))
-        assert verdicts[0].kind is OK
-    asyncio.run(function.close())
 
 
 def test_large_answer_is_read_whole(write):

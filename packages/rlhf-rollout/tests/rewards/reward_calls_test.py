@@ -268,13 +268,6 @@ def test_built_in_reward_takes_at_once_what_came_while_its_workers_were_busy(mon
     assert [[verdict.reward for verdict in group] for group in found] == [[n, n + 0.1] for n in range(6)]
 
 
-def test_calls_of_a_run_hold_the_samples_of_its_prompts(calls, write):
-    source = RewardSource(kind="function", targets=(write('def reward_func(q, p, l): return {"rewards": []}'),))
-    reward = build_reward([source], CallOptions(batch_size=8, step_prompts=4, num_samples=2))
-    generated(reward, 4, num_samples=2, by=simulate)
-    assert calls == [8]
-
-
 def test_held_out_answers_are_not_scored_together_with_those_of_training(calls, function):
     async def run():
         reward = function(64)
