@@ -120,6 +120,10 @@ def test_each_teacher_is_counted_and_its_distributions_are_kept_for_all_rollouts
     )
     [placed] = two.job.plan.trainers
     assert placed.roles == ("actor", "teacher", "teacher 2")
+    # The average of the policy is called by its name, beside which others have their numbers.
+    averaged = planner(8, 1.0)(model("qwen2.5-7b", 8, "--teacher_model", "math.jsonl=ema,qwen2.5-1.5b", "--enable_ema"))
+    assert averaged.job.plan.trainers[0].roles == ("actor", "teacher", "teacher ema")
+    assert averaged.job.models["teacher ema"].is_average
     before, after = (planned.memory.needs[placed.name] for planned in (one, two))
     assert before.items["frozen weights"] == 2 * WEIGHTS["qwen2.5-7b"]
     assert after.items["frozen weights"] == 2 * (WEIGHTS["qwen2.5-7b"] + WEIGHTS["qwen2.5-1.5b"])

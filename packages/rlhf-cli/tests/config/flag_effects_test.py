@@ -200,7 +200,7 @@ REACHES = [
     ),
     ("teacher_model", "a.jsonl=t,u", "", "models.teacher 2.path", "u"),
     ("teacher_model", "a.jsonl=t,u", "--ref_reward_offload", "models.teacher 2.offload", True),
-    ("teacher_model", "a.jsonl=ema,u", "--enable_ema --ref_reward_offload", "models.teacher.offload", False),
+    ("teacher_model", "a.jsonl=ema,u", "--enable_ema --ref_reward_offload", "models.teacher ema.offload", False),
     ("teacher_model", "ema", "--enable_ema", "models.teacher.is_average", True),
     ("teacher_model", "ema", "--enable_ema --colocate_actor_ref", "plan.trainers.0", ("actor", "reference", "teacher")),
     ("teacher_coef", "0.5", "--teacher_model t", "algorithm.teacher_coef", 0.5),

@@ -215,6 +215,8 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "add --enable_ema",
         ),
         ("--remote_rm_url None --teacher_model ema --enable_ema", "ema begins as the policy", "add --remote_rm_url"),
+        ("--reward_weights 0 --teacher_model ema --enable_ema", "ema begins as the policy", "a weight that is not 0"),
+        ("--reward_weights 0", "--reward_weights are 0, and without --teacher_model", "give a reward another weight"),
         (f"{TAUGHT} --teacher_top_k 0", "--teacher_top_k is 0; it must be at least 1", ""),
         (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement

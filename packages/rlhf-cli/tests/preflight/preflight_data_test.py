@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -88,6 +89,18 @@ def test_check_inputs_held_out_prompts_are_told_apart_by_key_in_letters_that_met
     found = check("--eval_data", "math.jsonl", "--source_key", "set")
     assert [prompt.source for prompt in found.eval_prompts] == ["math_0", "math_1"]
     assert {prompt.source for prompt in found.prompts} == {"train"}
+
+
+@pytest.mark.parametrize(
+    "more", [["--adaptive_mix"], ["--teacher_model", "{0},a_b.jsonl={1}"], ["--eval_data", "a b.jsonl,a_b.jsonl"]]
+)
+def test_check_inputs_sources_whose_metrics_would_have_one_name_are_refused(refused, folder, models, more):
+    for name in ("a b", "a_b"):
+        shutil.copy(folder / "math.jsonl", folder / f"{name}.jsonl")
+    shutil.copytree(models / "policy", folder / "other")
+    data = ["--prompt_data", "a b.jsonl,a_b.jsonl"] if "--eval_data" not in more else []
+    text = refused(*data, *(word.format(models / "policy", "other") for word in more))
+    assert re.search(r"sources 'a b(.jsonl)?' and 'a_b(.jsonl)?' would have one name, a_b(.|\n)*hint: rename", text)
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,11 @@ def make_plan(config: PpoConfig, nodes: Sequence[int]) -> PlacementPlan:
 
 
 def _teacher_roles(config: PpoConfig) -> dict[str, str]:
-    """Return the role of each teacher by its folder or hub name."""
-    paths = dict.fromkeys(config.algorithm.teachers.values())
-    return {path: teacher_role(number) for number, path in enumerate(paths, 1)}
+    """Return the role of each teacher by its folder or hub name; the policy's average comes last."""
+    roles = {path: teacher_role(number) for number, path in enumerate(config.algorithm.teacher_paths, 1)}
+    if EMA in config.algorithm.teachers.values():
+        roles[EMA] = f"teacher {EMA}" if roles else teacher_role(1)
+    return roles
 
 
 def _roles_by_source(config: PpoConfig) -> dict[str, str]:

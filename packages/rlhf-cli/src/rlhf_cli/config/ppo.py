@@ -320,10 +320,16 @@ def _check_staleness(config: PpoConfig, given: Collection[str]) -> list[str]:
 
 
 def _check_teacher_alone(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check options that need a reward, in a run that has a teacher and no reward."""
+    """Check that there is something to learn from, and options that need a reward where there is only a teacher."""
     algorithm = config.algorithm
-    is_scored = bool(config.reward.sources()) or config.agent.agent_func_path is not None
-    algorithm.check_average(has_average=config.training.enable_ema, is_scored=is_scored)
+    sources = config.reward.sources()
+    has_agent = config.agent.agent_func_path is not None
+    is_scored = bool(sources) or has_agent
+    learns = has_agent or any(source.weight for source in sources)
+    algorithm.check_average(has_average=config.training.enable_ema, is_scored=learns)
+    if is_scored and not (learns or algorithm.teachers):
+        message = "--reward_weights are 0, and without --teacher_model there is nothing else to learn from"
+        raise ConfigError(message, hint="give a reward another weight, or add --teacher_model")
     if not algorithm.teachers or is_scored:
         return []
     for name in ("dynamic_filtering", "difficulty_pool", "adaptive_mix", "reuse_solved", "best_metric_key"):

@@ -72,7 +72,9 @@ class OnPolicyTeacherSection(Section, title="algorithm"):
             raise ConfigError(message, hint="add --enable_ema; --ema_beta is its decay")
         if not (is_scored or self.teacher_paths):
             message = "--teacher_model ema begins as the policy, and without a reward both stay what they are"
-            raise ConfigError(message, hint="add --remote_rm_url, or another teacher for some sources")
+            raise ConfigError(
+                message, hint="add --remote_rm_url, with a weight that is not 0, or another teacher for some sources"
+            )
 
     @property
     def distribution(self) -> DistributionSpec | None:

@@ -85,14 +85,26 @@ def load_all(
     if config.rollout.adaptive_mix and len({prompt.source for prompt in prompts}) < 2:
         message = "--adaptive_mix sets the shares of several sources, and all usable prompts are of one"
         raise ConfigError(message, hint="name several in --prompt_data, separated by commas, or drop it")
+    if config.rollout.adaptive_mix or config.algorithm.teachers.keys() - {""}:
+        _check_metric_names("--prompt_data", {prompt.source for prompt in prompts})
     if config.agent.agent_func_path is None:  # an agent may give images where prompts have none
         check_has_images(prompts, "--prompt_data", config.data.image_key)
     sets = [load(part, source=name) for name, part in held_out_rows.items()]
     if not sets:
         return prompts, None
     # The source becomes a part of metric names.
+    _check_metric_names("--eval_data", {prompt.source for part in sets for prompt in part})
     held_out = (replace(p, source=metric_part(p.source)) for part in sets for p in part)
     return prompts, PromptSet(tuple(held_out), sum((part.counts for part in sets), Counts()))
+
+
+def _check_metric_names(option: str, sources: Collection[str]) -> None:
+    """Raise ConfigError if metrics of two data sources would have one name."""
+    known: dict[str, str] = {}
+    for source in sorted(sources):
+        if (other := known.setdefault(metric_part(source), source)) != source:
+            message = f"{option}: metrics of the data sources {other!r} and {source!r} would have one name,"
+            raise ConfigError(f"{message} {metric_part(source)}", hint="rename one of them")
 
 
 def check_taught(config: PpoConfig, sources: Collection[str]) -> None:

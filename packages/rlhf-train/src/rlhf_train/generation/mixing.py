@@ -1,7 +1,6 @@
 """Which data source the next prompt comes from, by how much the policy can learn from each source. Torch-free."""
 
 import math
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from rlhf_data.bounds import bounded, check_bounds
 from rlhf_data.sampler import EpochSampler
 from rlhf_train.generation.difficulty import PassRateSampler
+from rlhf_train.generation.summaries import metric_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class SourceMix(PassRateSampler):
 
     def __init__(self, sources: Sequence[str], spec: MixSpec, *, seed: int) -> None:
         names, self._source_of = np.unique(np.array(sources), return_inverse=True)
-        self._names = [re.sub(r"[^\w.-]", "_", name) for name in names]  # trackers allow few characters in metrics
+        self._names = [metric_part(name) for name in names]
         self._items = [np.flatnonzero(self._source_of == index) for index in range(len(self._names))]
         self._orders = [EpochSampler(len(items), 1, seed=seed) for items in self._items]
         sizes = ", ".join(f"{name} {len(items)}" for name, items in zip(self._names, self._items, strict=True))
