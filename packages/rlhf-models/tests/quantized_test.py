@@ -2,11 +2,19 @@
 
 import json
 import runpy
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, GptOssConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+)
 
 from rlhf_data.errors import ConfigError
 from rlhf_models import dequantize as dequantize_module
@@ -14,6 +22,7 @@ from rlhf_models.actor import Actor
 from rlhf_models.dequantize import dequantize, main
 from rlhf_models.testing import tiny_model_dir, tiny_tokenizer
 from rlhf_models.weights import check_saves, save_hf
+from tiny_vision import tiny_vision_model_dir
 
 BLOCK = 32
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the magnitudes of 4-bit floating-point numbers
@@ -29,10 +38,25 @@ def rewrite(folder, tensors, **config):
 def fp8_dir(path, architecture="llama"):
     """Write a model in blocks of FP8 with a scale each; return its folder and its weights in bfloat16."""
     folder = tiny_model_dir(path, architecture=architecture, tied=False, hidden_size=64)
+    return quantized(folder)
+
+
+def fp8_vision_dir(path):
+    """Write a model that reads images, whose text part alone says that it is quantized."""
+    folder = Path(tiny_vision_model_dir(path, "qwen2_5_vl"))
+    _, whole = quantized(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["text_config"]["quantization_config"] = fields.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder, whole
+
+
+def quantized(folder):
+    """Round the layers of a language model in a folder; return the folder and its weights in bfloat16."""
     stored, whole = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         whole[name] = stored[name] = weight.bfloat16()
-        if ".layers." in name and weight.dim() == 2 and ".gate.weight" not in name:
+        if ".layers." in name and weight.dim() == 2 and ".gate.weight" not in name and "visual" not in name:
             rows, columns = weight.shape
             blocks = weight.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
             scales = blocks.abs().amax((1, 3), keepdim=True) / 448  # the largest number of float8_e4m3fn
@@ -41,7 +65,9 @@ def fp8_dir(path, architecture="llama"):
             stored[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
             whole[name] = (rounded.float() * scales).reshape(rows, columns).bfloat16()
     options = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    return rewrite(folder, stored, quantization_config=options | {"modules_to_not_convert": ["lm_head", "gate"]}), whole
+    return rewrite(
+        folder, stored, quantization_config=options | {"modules_to_not_convert": ["lm_head", "gate", "visual"]}
+    ), whole
 
 
 def mxfp4_dir(path):
@@ -84,7 +110,7 @@ def test_model_that_transformers_dequantized_is_refused_before_training_with_wha
     assert f"unexpected keys: {len(report['unexpected_keys'])}," in str(error.value)
 
 
-@pytest.mark.parametrize("make", [fp8_dir, lambda path: fp8_dir(path, "qwen3_moe"), mxfp4_dir])
+@pytest.mark.parametrize("make", [fp8_dir, lambda path: fp8_dir(path, "qwen3_moe"), mxfp4_dir, fp8_vision_dir])
 def test_dequantized_copy_has_the_whole_weights_in_plain_transformers(tmp_path, make, capsys):
     folder, whole = make(tmp_path / "quantized")
     (tmp_path / "copy").mkdir()  # an empty folder may be there
@@ -94,9 +120,12 @@ def test_dequantized_copy_has_the_whole_weights_in_plain_transformers(tmp_path, 
     assert stored.keys() == whole.keys()
     for name, weight in whole.items():
         torch.testing.assert_close(stored[name], weight, rtol=2**-7, atol=0, msg=name)  # FP8 is scaled in bfloat16
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    family = AutoModelForImageTextToText if make is fp8_vision_dir else AutoModelForCausalLM
+    model, report = family.from_pretrained(tmp_path / "copy", output_loading_info=True)
     assert not any(report.values()) and model.dtype == torch.bfloat16
-    assert not hasattr(model.config, "quantization_config")
+    assert "quantization_config" not in (tmp_path / "copy" / "config.json").read_text()
+    files = {part: (part / "preprocessor_config.json").exists() for part in (folder, tmp_path / "copy")}
+    assert set(files.values()) == {make is fp8_vision_dir}
     assert AutoTokenizer.from_pretrained(tmp_path / "copy").chat_template
 
 

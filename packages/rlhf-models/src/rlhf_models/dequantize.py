@@ -11,8 +11,10 @@ from rlhf_data.options.exits import SUCCESS, exit_status
 from rlhf_data.own_code import admit_code, entrust, trusted
 from rlhf_data.pretrained import clear_errors, load_tokenizer, located_model
 from rlhf_models.actor import Actor
+from rlhf_models.checkpoint.beyond_text import LeftOut
 from rlhf_models.checkpoint.files import quiet_transformers
-from rlhf_models.loading import DEQUANTIZABLE
+from rlhf_models.images import language_model_class
+from rlhf_models.loading import DEQUANTIZABLE, quantization_of
 from rlhf_models.weights import check_saves, save_hf
 
 
@@ -36,13 +38,15 @@ def dequantize(path: str | Path, folder: str | Path) -> Path:
     with clear_errors("model", path), quiet_transformers():
         options = {"local_files_only": is_local, "trust_remote_code": admit_code(name, is_local=is_local)}
         config = transformers.AutoConfig.from_pretrained(name, **options)
-        method = str(dict(getattr(config, "quantization_config", None) or {}).get("quant_method"))
+        method = str(quantization_of(config))
         if method not in DEQUANTIZABLE:
             raise ConfigError(f"the model {path}: {unknown('quant_method', method, DEQUANTIZABLE)}")
         whole = getattr(transformers, DEQUANTIZABLE[method])(dequantize=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = language_model_class(config).from_pretrained(
             name, dtype=torch.bfloat16, quantization_config=whole, **options
         )
+    vars(model.config.get_text_config()).pop("quantization_config", None)
+    model.left_out = LeftOut(name, config, {})  # the files of a processor of images are copied
     entrust(model.config, name)
     # Transformers would save the weights under the names of the quantized ones, and not load them again.
     model._weight_conversions = None

@@ -72,13 +72,19 @@ def load_config(path: str | Path) -> Any:
     if not may_run and hasattr(config, "auto_map"):
         del config.auto_map  # transformers has a class for the model, as which it is saved
     entrust(config, name)
+    if (method := quantization_of(config)) is not None:
+        message = f"the model {path} is quantized ({method}), and training and scoring need whole weights"
+        raise ConfigError(message, hint=_whole_copy(str(path), method))
+    return config
+
+
+def quantization_of(config: Any) -> str | None:
+    """Return the method by which a model with this config, or its text part, is quantized; None if it is not."""
     for part in (config, config.get_text_config()):
         if (quantization := getattr(part, "quantization_config", None)) is not None:
             options = quantization if isinstance(quantization, dict) else vars(quantization)
-            method = str(options.get("quant_method", "a method without a name"))
-            message = f"the model {path} is quantized ({method}), and training and scoring need whole weights"
-            raise ConfigError(message, hint=_whole_copy(str(path), method))
-    return config
+            return str(options.get("quant_method", "a method without a name"))
+    return None
 
 
 def _whole_copy(path: str, method: str) -> str:
