@@ -98,6 +98,8 @@ def test_draft_model_of_other_tokens_is_refused_before_an_engine_starts(
     says = "differs from the policy's in 2 of 300 tokens: 'ore' has id 295 in the policy's and 299 in this one"
     hint = "hint: draft with a smaller model of the policy's family, or with --vllm_speculative ngram"
     assert re.search(f"{says}\n\n{hint}", capsys.readouterr().err)
+    assert main([*command_words(command, "vllm", padded, prompts), "--vllm_speculative", "mtp"]) == 2
+    assert f"{padded} has no layers that predict several tokens" in capsys.readouterr().err
 
 
 def test_engines_without_a_model_of_their_own_mask_nothing():

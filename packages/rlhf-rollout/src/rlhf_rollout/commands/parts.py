@@ -25,7 +25,7 @@ from rlhf_rollout.commands.sections import SHARE_ALONE, EngineModelSection, Prom
 from rlhf_rollout.commands.terminal import TERMINAL
 from rlhf_rollout.engines import EngineSpec
 from rlhf_rollout.engines.model_files import read_config, resolve_model_dir
-from rlhf_rollout.engines.vllm.speculation import draft_model_dir
+from rlhf_rollout.engines.vllm.speculation import check_own_layers, draft_model_dir
 from rlhf_rollout.protocols import RewardFunction
 from rlhf_rollout.rewards.mix import build_reward
 from rlhf_rollout.rewards.model import LocalScorer, ModelReward
@@ -52,12 +52,15 @@ class EngineJob:
             check_tied_head(located(self.spec.model)[0])
 
     def check_draft_model(self, tokenizer: Tokenizer | None) -> None:
-        """Raise ConfigError for a draft model that does not exist, or has other tokens than the policy's `tokenizer`.
+        """Raise ConfigError for a draft model that does not exist, or has other tokens than the policy's `tokenizer`;
+        likewise for a policy that lacks layers by which it shall draft.
 
         Without a tokenizer, only the numbers of tokens are compared. EngineError if a download fails.
         """
         if self.spec.draft_model is not None:
             draft_model_dir(self.spec.draft_model, self._config(), tokenizer)
+        if self.spec.speculative == "mtp":
+            check_own_layers(resolve_model_dir(self.spec.model))
 
     def masked_spec(self, tokenizer: Tokenizer, reader: ImageReader | None = None) -> EngineSpec:
         """Return `spec` of an engine that samples only ids with a token, and notice if some have none.
