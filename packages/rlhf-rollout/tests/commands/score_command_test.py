@@ -212,11 +212,12 @@ def test_failing_scorer_may_leave_a_fixed_reward_and_prints_to_a_log(tmp_path, c
     (tmp_path / "half.py").write_text(code)
     rows = [{"input": "q", "output": "a"}, {"input": "q", "output": "ab"}]
     _, scored = score(tmp_path, rows, "--remote_rm_url", str(tmp_path / "half.py"), "--failed_reward", "-2")
+    told = capfd.readouterr().err
     assert [(row["reward"], row["score"], row["verdict"]) for row in scored] == [
         (-2.0, -2.0, "crash"),
         (1.0, 1.0, "ok"),
     ]
-    assert "seen" not in capfd.readouterr().err
+    assert "seen" not in told and "1 rows have a reward with a note; the last: ZeroDivisionError" in told
     assert "seen ['qab']" in (tmp_path / "out.jsonl.log").read_text()
 
 

@@ -46,12 +46,14 @@ def test_judge_together_falls_back_on_what_samples_got_alone():
     async def ask(samples, failure):
         parts.append("".join(samples))
         if len(samples) > 1 or samples[0] == "c":
-            return Failure(VerdictKind.CRASH, "boom")
+            return Failure(VerdictKind.CRASH, "boom\n\nhint: x")
         return Scored([2.0], [2.0], {}, [None])
 
     def kinds(together):
         parts.clear()
-        return [verdict.kind.failed for verdict in asyncio.run(judge("abc", ask, together=together))]
+        verdicts = asyncio.run(judge("abc", ask, together=together))
+        assert verdicts[0].detail == ("scored alone; in one call: boom; hint: x" if together else "")
+        return [verdict.kind.failed for verdict in verdicts]
 
     assert kinds(True) == [False, False, True]
     assert parts == ["abc", "a", "b", "c", "ab"]

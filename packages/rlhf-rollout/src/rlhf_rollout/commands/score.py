@@ -210,6 +210,9 @@ def _report(scored: Sequence[dict[str, Any]], *, pairs: bool) -> int:
         reason = next(failed.get(prefix + "detail") for prefix in prefixes if failed[prefix + "reward"] is None)
         text = f"{len(scored) - len(whole)} rows have no reward: the scorer failed or abstained"
         TERMINAL.say(f"{text}; the last reason: {reason}" if reason else text)
+    if noted := [row for row in whole if any(prefix + "detail" in row for prefix in prefixes)]:
+        notes = (noted[-1].get(prefix + "detail") for prefix in prefixes)
+        TERMINAL.say(f"{len(noted)} rows have a reward with a note; the last: {next(filter(None, notes))}")
     for name in names if whole else ():
         values = np.array([row[name] for row in whole])
         TERMINAL.say(f"{name}: mean {values.mean():.4f}, deviation {values.std():.4f}")

@@ -25,9 +25,9 @@ async def judge(
 
     For `success_threshold` see `verdict_of`. `ask` calls the scorer. Its second argument is None in the call for all
     samples, and the failure of that call in later ones. With `together`, the samples that succeed by themselves are
-    scored once more in one call, since the scorer may compare them; what they got alone counts only if that fails. A
-    verdict's `seconds` run from the start of this function to the end of the call that gave the verdict, so they
-    include a failed call for all.
+    scored once more in one call, since the scorer may compare them; what they got alone counts only if that fails, and
+    the verdicts' details say so. A verdict's `seconds` run from the start of this function to the end of the call that
+    gave the verdict, so they include a failed call for all.
     """
     if not samples:
         return []
@@ -50,7 +50,9 @@ async def judge(
     passed = [index for index, (outcome, _) in enumerate(alone) if isinstance(outcome, Scored)]
     if together and len(passed) > 1:
         outcome, compared = await verdicts_of([samples[index] for index in passed], failure)
-        if isinstance(outcome, Scored):
-            for index, verdict in zip(passed, compared, strict=True):
+        for index, verdict in zip(passed, compared, strict=True):
+            if isinstance(outcome, Scored):
                 verdicts[index] = verdict
+            else:
+                verdicts[index] = replace(verdicts[index], detail=f"scored alone; in one call: {verdict.detail}")
     return verdicts

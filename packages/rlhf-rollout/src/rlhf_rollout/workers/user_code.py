@@ -116,7 +116,7 @@ def provide(name: str, **contents: Any) -> None:
 
 def one_line(text: str) -> str:
     """Return a text from outside as one line of at most 1,000 characters, in which unprintable ones are escaped."""
-    plain = " ".join(text[: 4 * _MAX_LINE].split())
+    plain = " ".join(text[: 4 * _MAX_LINE].replace("\n\nhint: ", "; hint: ").split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in plain)[:_MAX_LINE]
 
 
