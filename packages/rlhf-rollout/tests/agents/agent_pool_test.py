@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from agent_testing import Hosted, agent_pool, run, texts_of, writes
+from process_testing import eventually
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import VerdictKind
@@ -36,10 +37,7 @@ def slow(write, tmp_path):
 
 
 async def until(is_true):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_true() and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    assert is_true()
+    assert await asyncio.to_thread(eventually, is_true)
 
 
 async def cancelled(task):

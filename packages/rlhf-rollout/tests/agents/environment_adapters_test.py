@@ -127,10 +127,11 @@ def test_openenv_client_is_an_environment_and_its_session_ends_with_the_episode(
     assert LIFE.count("closed") == LIFE.count("made") >= 2
 
 
-def run_verifiers(source, answers, *, label, content="2+2=", limits=None):
-    """Return the episode of an environment of `verifiers`, which asks through the door."""
+def run_verifiers(source, answers, *labels, limits=None):
+    """Return an episode per label of an environment of `verifiers`, which asks through the door."""
+    content = "2+2="
     messages = ({"role": "user", "content": content},)
-    prompt = Prompt("p", TOKENIZER.encode(content), content, label, messages=messages)
+    prompts = [Prompt("p", TOKENIZER.encode(content), content, label, messages=messages) for label in labels]
 
     def script(tokens, _):
         turn = min(bytes(tokens).count(b"assistant: ") - 1, len(answers) - 1)
@@ -141,12 +142,12 @@ def run_verifiers(source, answers, *, label, content="2+2=", limits=None):
         agent = make_workflow(spec, EngineRouter([FakeEngine(script=script)]), TOKENIZER)
         try:
             await agent.start()
-            return await agent.run(prompt, SamplingParams(max_tokens=128, seed=3), "g")
+            sampling = SamplingParams(max_tokens=128, seed=3)
+            return [(await agent.run(prompt, sampling, f"g{n}"))[0] for n, prompt in enumerate(prompts)]
         finally:
             await agent.close()
 
-    [episode] = asyncio.run(collect())
-    return episode
+    return asyncio.run(collect())
 
 
 def spans_of(episode):
@@ -180,7 +181,7 @@ VERIFIERS = """
 def test_environment_of_verifiers_plays_through_the_door_and_its_rubric_gives_the_reward(write):
     source = write(VERIFIERS)
     label = json.dumps({"answer": "4", "info": {"hint": "even"}, "task": "sums"})
-    episode = run_verifiers(source, ["5", "4"], label=label)
+    episode, failed = run_verifiers(source, ["5", "4"], label, "4")  # the second row has no hint
     assert spans_of(episode) == [
         (PROMPT, "<bos>user: 2+2=<eos>\nassistant: "),
         (POLICY, "5<eos>"),
@@ -190,9 +191,8 @@ def test_environment_of_verifiers_plays_through_the_door_and_its_rubric_gives_th
     assert episode.verdict.kind is VerdictKind.OK
     assert episode.verdict.reward == pytest.approx(1.0 + 0.5 / 3)  # three messages after the prompt
     assert dict(episode.verdict.extra) == pytest.approx({"right": 1.0, "short": 1 / 3})
-    cut = run_verifiers(source, ["5"], label=label, limits=EpisodeLimits(max_turns=1))
+    [cut] = run_verifiers(source, ["5"], label, limits=EpisodeLimits(max_turns=1))
     assert (cut.rollouts[0].finish_reason, cut.verdict.reward) == (FinishReason.LENGTH, 0.0)
-    failed = run_verifiers(source, ["5"], label="4")  # its row has no hint
     assert failed.verdict.kind is VerdictKind.CRASH and "KeyError: 'hint'" in failed.verdict.detail
 
 
@@ -213,7 +213,7 @@ def test_tools_of_verifiers_are_called(write):
             return vf.ToolEnv(tools=[double], dataset=rows, rubric=vf.Rubric(funcs=[right]))
     """)
     call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
-    episode = run_verifiers(source, [call, "42"], label="42")
+    [episode] = run_verifiers(source, [call, "42"], "42")
     texts = [text for source, text in spans_of(episode) if source is ENVIRONMENT]
     assert len(texts) == 1 and "tool: 42<eos>" in texts[0]
     assert (episode.verdict.reward, episode.verdict.kind) == (1.0, VerdictKind.OK)
@@ -221,7 +221,7 @@ def test_tools_of_verifiers_are_called(write):
 
 def test_what_is_no_environment_of_verifiers_is_an_error_before_the_run(write):
     with pytest.raises(RewardError, match=r"`load_environment` returned 7\s+hint: .*verifiers 0\.1\.3 to 0\.1\.9"):
-        run_verifiers(write("def load_environment():\n    return 7\n"), ["4"], label="4")
+        run_verifiers(write("def load_environment():\n    return 7\n"), ["4"], "4")
 
 
 @pytest.mark.parametrize(

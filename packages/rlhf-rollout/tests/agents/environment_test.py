@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from agent_testing import TOKENIZER, Hosted, ToolTokenizer, run, texts_of, writes
+from process_testing import eventually
 from record_testing import make_prompt
 from rlhf_data.errors import RewardError
 from rlhf_data.records import FinishReason, Prompt, SpanSource, VerdictKind
@@ -91,17 +92,21 @@ def test_observations_and_answers_are_recorded_until_the_environment_is_done(gue
     assert log().count("made") == log().count("closed") >= 1
 
 
-def test_chat_prompt_gets_observations_as_messages_of_the_user(guess):
-    messages = ({"role": "system", "content": "Play."}, {"role": "user", "content": "Find it."})
-    prompt = Prompt("p", [1], "rendered", "4", messages=messages)
+def test_chat_prompt_gets_observations_as_messages_of_the_user_also_behind_the_beginning_of_an_answer(guess):
+    asked = {"role": "user", "content": "Find it."}
+    plain = ({"role": "system", "content": "Play."}, asked)
+    begun = (asked, {"role": "assistant", "content": "I play."})
+    prompts = [Prompt("p", [1], "rendered", "4", messages=messages) for messages in (plain, begun)]
     engine = writes(["2", "4"], sign="assistant: ")
-    [episode], _ = run(guess()[0], engine, prompts=[prompt], tokenizer=ToolTokenizer())
-    assert texts_of(episode.rollouts[0]) == [
+    [first, second], _ = run(guess()[0], engine, prompts=prompts, tokenizer=ToolTokenizer())
+    assert texts_of(first.rollouts[0]) == [
         (PROMPT, "<bos>system: Play.<eos>\nuser: Find it.\n\nguess:<eos>\nassistant: "),
         (POLICY, "2<eos>"),
         (ENVIRONMENT, "\nuser: higher:<eos>\nassistant: "),
         (POLICY, "4<eos>"),
     ]
+    told = "<bos>user: Find it.<eos>\nassistant: I play.<eos>\nuser: guess:<eos>\nassistant: "
+    assert texts_of(second.rollouts[0]) == [(PROMPT, told), (POLICY, "4<eos>")]
 
 
 def test_environment_that_says_nothing_first_leaves_a_chat_as_it_is(guess):
@@ -115,15 +120,6 @@ def test_environment_that_says_nothing_first_leaves_a_chat_as_it_is(guess):
     prompt = Prompt("p", [1], "rendered", "4", messages=({"role": "user", "content": "Find it."},))
     [episode], _ = run(source, writes(["4"], sign="assistant: "), prompts=[prompt], tokenizer=ToolTokenizer())
     assert texts_of(episode.rollouts[0]) == [(PROMPT, "<bos>user: Find it.<eos>\nassistant: "), (POLICY, "4<eos>")]
-
-
-def test_first_observation_follows_the_beginning_of_an_answer(guess):
-    messages = ({"role": "user", "content": "Find it."}, {"role": "assistant", "content": "I play."})
-    prompt = Prompt("p", [1], "rendered", "4", messages=messages)
-    engine = writes(["begun", "4"], sign="assistant: ")
-    [episode], _ = run(guess()[0], engine, prompts=[prompt], tokenizer=ToolTokenizer())
-    begun = "<bos>user: Find it.<eos>\nassistant: I play.<eos>\nuser: guess:<eos>\nassistant: "
-    assert texts_of(episode.rollouts[0]) == [(PROMPT, begun), (POLICY, "4<eos>")]
 
 
 def test_each_is_closed_when_its_episode_is_done_cut_or_fails_alone(guess):
@@ -171,7 +167,7 @@ async def test_cancelled_episodes_close_their_environments(guess, tmp_path):
     async with Hosted(source + ":Slow", writes(["1"])) as hosted:
         await hosted.agent.start()
         task = asyncio.create_task(hosted.episodes(make_prompt(), samples=3))
-        await asyncio.to_thread(wait_until, lambda: log().count("steps") >= 3)
+        assert await asyncio.to_thread(eventually, lambda: log().count("steps") >= 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -199,19 +195,12 @@ def test_environments_are_closed_when_the_program_is_interrupted_or_killed(guess
     """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: (tmp_path / "log").exists() and log().count("steps") >= 3)
+        assert eventually(lambda: (tmp_path / "log").exists() and log().count("steps") >= 3)
         process.send_signal(signal_number)
-        wait_until(lambda: log().count("closed") == log().count("made") >= 3)
+        assert eventually(lambda: log().count("closed") == log().count("made") >= 3)
         process.wait(60)
     finally:
         process.kill()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 async def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed(guess, tmp_path):
@@ -226,7 +215,7 @@ async def test_environment_that_is_made_while_its_episode_is_cancelled_is_closed
     async with Hosted(source + ":Slow", writes(["1"])) as hosted:
         await hosted.agent.start()
         task = asyncio.create_task(hosted.episode())
-        await asyncio.to_thread(wait_until, (tmp_path / "log").exists)
+        assert await asyncio.to_thread(eventually, (tmp_path / "log").exists)
         task.cancel()
         await asyncio.wait([task])
     assert log() == ["closed", "made"]

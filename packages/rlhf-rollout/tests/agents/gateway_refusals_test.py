@@ -52,74 +52,75 @@ MESSAGES = "messages"
 RESPONSES = "responses"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        (CHAT, b"", "no JSON"),
-        (CHAT, b"\xff\xfe", "no JSON"),
-        (CHAT, b"[" * 100_000, "no JSON"),
-        (CHAT, b"[]", "must be a JSON object"),
-        (CHAT, {"messages": []}, "`messages` is empty"),
-        (CHAT, {"messages": "hi"}, "`messages` must be a list"),
-        (CHAT, {"messages": ["hi"]}, "a message is no object"),
-        (CHAT, {"messages": [{"content": "hi"}]}, "a message's role must be a text"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "URL of an image must be a text"),
-        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "this run reads text only"),
-        (CHAT, {"messages": [HI, {"role": "assistant", "content": [IMAGE]}]}, "reads text only"),
-        (CHAT, {"messages": [{"role": "system", "content": "x"}]}, "no user message"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
-        (CHAT, {"messages": [HI], "n": 2}, "`n` must be 1"),
-        (CHAT, {"messages": [HI], "max_tokens": 0}, "positive whole number"),
-        (CHAT, {"messages": [HI], "max_tokens": "9"}, "positive whole number"),
-        (CHAT, {"messages": [HI], "stop": 5}, "`stop` must be"),
-        (CHAT, {"messages": [HI], "tools": {}}, "`tools` must be a list"),
-        (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{}]}]}, "has no function"),
-        (TEXT, {}, "`prompt` must be one text"),
-        (TEXT, {"prompt": ["a", "b"]}, "`prompt` must be one text"),
-        (TEXT, {"prompt": [1, -1]}, "`prompt` must be one text"),
-        (TEXT, {"prompt": [True]}, "`prompt` must be one text"),
-        (TEXT, {"prompt": "a", "echo": True}, "`echo` is not supported"),
-        (MESSAGES, {"messages": []}, "`messages` is empty"),
-        (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
-        (MESSAGES, {"messages": [HI], "tools": [{}]}, "a tool has no name"),
-        (RESPONSES, {}, "`input` is empty"),
-        (RESPONSES, {"input": 5}, "`input` must be a list"),
-        (RESPONSES, {"input": ["hi"]}, "an item of `input` is no object"),
-        (RESPONSES, {"input": [{"content": "hi"}]}, "a message's role must be a text"),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "URL of an image"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
-        (RESPONSES, {"input": [{"type": ["x"]}]}, "is not supported"),
-        (RESPONSES, {"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "call_id must be a text"),
-        (
-            RESPONSES,
-            {"input": [{"type": "function_call", "call_id": "c"}]},
-            "the name of a called function must be a text",
-        ),
-        (
-            RESPONSES,
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]},
-            "neither text nor a list",
-        ),
-        (RESPONSES, {"input": [{"type": "function_call_output", "output": "3"}]}, "call_id must be a text"),
-        (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, "a tool must be a function"),
-        (RESPONSES, {"input": "hi", "tools": [{"type": "function"}]}, "a tool has no name"),
-        (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, "send the whole conversation as `input`"),
-        (RESPONSES, {"input": "hi", "conversation": "conv_1"}, "`conversation` is not supported"),
-        (RESPONSES, {"input": "hi", "background": True}, "`background` is not supported"),
-        (RESPONSES, {"input": "hi", "max_output_tokens": 0}, "positive whole number"),
-        (RESPONSES, {"input": "hi", "include": "all"}, "`include` must be a list"),
-    ],
-)
-async def test_body_that_is_no_request_is_refused_and_costs_nothing(path, body, message):
+REFUSED = [
+    (CHAT, b"", "no JSON"),
+    (CHAT, b"\xff\xfe", "no JSON"),
+    (CHAT, b"[" * 100_000, "no JSON"),
+    (CHAT, b"[]", "must be a JSON object"),
+    (CHAT, {"messages": []}, "`messages` is empty"),
+    (CHAT, {"messages": "hi"}, "`messages` must be a list"),
+    (CHAT, {"messages": ["hi"]}, "a message is no object"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "a message's role must be a text"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "URL of an image must be a text"),
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "this run reads text only"),
+    (CHAT, {"messages": [HI, {"role": "assistant", "content": [IMAGE]}]}, "reads text only"),
+    (CHAT, {"messages": [{"role": "system", "content": "x"}]}, "no user message"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    (CHAT, {"messages": [HI], "n": 2}, "`n` must be 1"),
+    (CHAT, {"messages": [HI], "max_tokens": 0}, "positive whole number"),
+    (CHAT, {"messages": [HI], "max_tokens": "9"}, "positive whole number"),
+    (CHAT, {"messages": [HI], "stop": 5}, "`stop` must be"),
+    (CHAT, {"messages": [HI], "tools": {}}, "`tools` must be a list"),
+    (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [{}]}]}, "has no function"),
+    (TEXT, {}, "`prompt` must be one text"),
+    (TEXT, {"prompt": ["a", "b"]}, "`prompt` must be one text"),
+    (TEXT, {"prompt": [1, -1]}, "`prompt` must be one text"),
+    (TEXT, {"prompt": [True]}, "`prompt` must be one text"),
+    (TEXT, {"prompt": "a", "echo": True}, "`echo` is not supported"),
+    (MESSAGES, {"messages": []}, "`messages` is empty"),
+    (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
+    (MESSAGES, {"messages": [HI], "tools": [{}]}, "a tool has no name"),
+    (RESPONSES, {}, "`input` is empty"),
+    (RESPONSES, {"input": 5}, "`input` must be a list"),
+    (RESPONSES, {"input": ["hi"]}, "an item of `input` is no object"),
+    (RESPONSES, {"input": [{"content": "hi"}]}, "a message's role must be a text"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "URL of an image"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' is not supported"),
+    (RESPONSES, {"input": [{"type": ["x"]}]}, "is not supported"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "call_id must be a text"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", "call_id": "c"}]},
+        "the name of a called function must be a text",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]},
+        "neither text nor a list",
+    ),
+    (RESPONSES, {"input": [{"type": "function_call_output", "output": "3"}]}, "call_id must be a text"),
+    (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, "a tool must be a function"),
+    (RESPONSES, {"input": "hi", "tools": [{"type": "function"}]}, "a tool has no name"),
+    (RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, "send the whole conversation as `input`"),
+    (RESPONSES, {"input": "hi", "conversation": "conv_1"}, "`conversation` is not supported"),
+    (RESPONSES, {"input": "hi", "background": True}, "`background` is not supported"),
+    (RESPONSES, {"input": "hi", "max_output_tokens": 0}, "positive whole number"),
+    (RESPONSES, {"input": "hi", "include": "all"}, "`include` must be a list"),
+]
+
+
+async def test_bodies_that_are_no_requests_are_refused_and_cost_nothing():
     async with opened(writes("a")) as door:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await raw(f"{door.session.url}/v1/{path}", content)
-        assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
-        told = answer.json()
-        assert message in told["error"]["message"] and told["error"]["type"] == "invalid_request_error"
-        assert (told.get("type") == "error") is (path == MESSAGES)
+        for path, body, message in REFUSED:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await raw(f"{door.session.url}/v1/{path}", content)
+            assert (answer.status_code, answer.headers.get("x-should-retry")) == (400, "false"), (path, body)
+            told = answer.json()
+            assert message in told["error"]["message"], (path, body)
+            assert told["error"]["type"] == "invalid_request_error"
+            assert (told.get("type") == "error") is (path == MESSAGES)
         assert door.recorder.num_turns == 0
         assert (await door.chat([HI])).message.content == "a"
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from agent_testing import Hosted, run, texts_of, writes
+from process_testing import eventually
 from record_testing import make_prompt
 from rlhf_data.errors import ConfigError, RewardError
 from rlhf_data.records import FinishReason, SpanSource, VerdictKind
@@ -202,7 +203,4 @@ async def test_cancelled_episodes_end_in_their_process(write, tmp_path):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-    assert (tmp_path / "ended").exists()
+        assert await asyncio.to_thread(eventually, (tmp_path / "ended").exists)

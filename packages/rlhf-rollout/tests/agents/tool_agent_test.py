@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 
 import numpy as np
@@ -16,6 +17,7 @@ from rlhf_data.testing import EOS_ID
 from rlhf_rollout.agents.conversation import Conversations
 from rlhf_rollout.agents.recorder import EpisodeLimits
 from rlhf_rollout.agents.tools.tool_agent import ToolAgent, function_tool
+from rlhf_rollout.engines.fake import FakeEngine
 
 PROMPT, POLICY, ENVIRONMENT = SpanSource.PROMPT, SpanSource.POLICY, SpanSource.ENVIRONMENT
 TOKENIZER = ToolTokenizer()
@@ -79,32 +81,46 @@ def test_results_follow_the_answer_token_by_token_until_an_answer_calls_nothing(
     assert set(extra.values()) == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("answer", "content", "count"),
-    [
-        (call("div", a=1), "Error: there is no tool 'div'; the tools\n[25 more char", "tool_unknown"),
-        (call("add", a="two"), "Error: a: Input should be a valid intege\n", "tool_arguments"),
-        (call("add", b=2), "Error: a: Missing required argument<eos>", "tool_arguments"),
-        (call("add", a=1, c=2), "Error: c: Unexpected keyword argument<eos>", "tool_arguments"),
-        (call("look_up", key="z"), "Error: key: Input should be 'x' or 'y'<eos>", "tool_arguments"),
-        ('<tool_call>{"name": "add"', "Error: the call is not JSON: {\"name\": \"a\n", "tool_unreadable"),
-        (call("breaks", how="raise"), "Error: KeyError: 'gone'<eos>", "tool_failed"),
-        (call("breaks", how="exit"), "Error: SystemExit: 3<eos>", "tool_failed"),
-        (call("breaks", how="hang"), "Error: breaks took longer than 1 s<eos>", "tool_late"),
-        (call("breaks", how="long"), "x" * 40 + "\n[10 more characters are left out]<eos>", None),
-    ],
-)  # fmt: skip
-def test_failure_of_a_tool_is_text_for_the_policy_and_counted(write, answer, content, count):
-    started = time.monotonic()
-    [episode] = tools_run(write(TOOLS.replace("60.0", "1.0") if count == "tool_late" else TOOLS), [answer, "4"])
+# What the policy writes, how the text that it gets begins, and what counts it.
+FAILURES = [
+    (call("div", a=1), "Error: there is no tool 'div'; the tools\n[25 more char", "tool_unknown"),
+    (call("add", a="two"), "Error: a: Input should be a valid intege\n", "tool_arguments"),
+    (call("add", b=2), "Error: a: Missing required argument<eos>", "tool_arguments"),
+    (call("add", a=1, c=2), "Error: c: Unexpected keyword argument<eos>", "tool_arguments"),
+    (call("look_up", key="z"), "Error: key: Input should be 'x' or 'y'<eos>", "tool_arguments"),
+    ('<tool_call>{"name": "add"', "Error: the call is not JSON: {\"name\": \"a\n", "tool_unreadable"),
+    (call("breaks", how="raise"), "Error: KeyError: 'gone'<eos>", "tool_failed"),
+    (call("breaks", how="exit"), "Error: SystemExit: 3<eos>", "tool_failed"),
+    (call("breaks", how="long"), "x" * 40 + "\n[10 more characters are left out]<eos>", None),
+]  # fmt: skip
+
+
+def check_failure(episode, content, count):
     source, text = texts_of(episode.rollouts[0])[2]
     assert source is ENVIRONMENT and text.startswith("\ntool: " + content)
-    extra = dict(episode.verdict.extra)
+    counted = {name for name, value in episode.verdict.extra.items() if value and name.startswith("tool_")}
+    assert counted == {"tool_calls", count} - {None}
     assert episode.verdict.reward == 1.0
-    assert {name for name, value in extra.items() if value and name.startswith("tool_")} == {"tool_calls", count} - {
-        None
-    }
-    assert time.monotonic() - started < 60  # a thread that hangs does not hold up the end
+
+
+def test_failure_of_a_tool_is_text_for_the_policy_and_counted(write):
+    def script(prompt, _):
+        text = TOKENIZER.decode(prompt)
+        number = int(re.search(r"user: (\d)", text)[1])
+        return [*(FAILURES[number][0] if text.count("assistant: ") == 1 else "4").encode(), EOS_ID]
+
+    prompts = [make_prompt(str(number), "4") for number in range(len(FAILURES))]
+    options = {"tokenizer": TOKENIZER, "limits": EpisodeLimits(max_length=4000), "engine_tokens": 200}
+    episodes, _ = run(write(TOOLS), FakeEngine(script=script), prompts=prompts, **options)
+    for episode, (_, content, count) in zip(episodes, FAILURES, strict=True):
+        check_failure(episode, content, count)
+
+
+def test_tool_that_hangs_is_late_and_does_not_hold_up_the_end(write):
+    started = time.monotonic()
+    [episode] = tools_run(write(TOOLS.replace("60.0", "1.0")), [call("breaks", how="hang"), "4"])
+    check_failure(episode, "Error: breaks took longer than 1 s<eos>", "tool_late")
+    assert time.monotonic() - started < 60
 
 
 def test_calls_beyond_the_limit_are_refused_and_a_policy_that_never_ends_is_cut(write):

@@ -139,19 +139,11 @@ def test_server_answers_with_rewards_scores_logs_and_verdicts():
     assert reward.asked[-1] == "closed"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"query": "text"},
-        {"query": ["a", "b"], "prompts": ["a"]},
-        {"query": ["ab"], "prompts": ["b"]},
-        {"query": ["a"] * (MAX_QUERIES + 1)},
-    ],
-)
-def test_server_refuses_what_is_no_request(body):
+def test_server_refuses_what_is_no_request():
+    bodies = [{}, {"query": "text"}, {"query": ["a", "b"], "prompts": ["a"]}, {"query": ["ab"], "prompts": ["b"]}]
     with serving(Told(), ByteTokenizer()) as url:
-        assert post(url, body).status_code == 422
+        for body in (*bodies, {"query": ["a"] * (MAX_QUERIES + 1)}):
+            assert post(url, body).status_code == 422
         assert post(url, {"query": ["a"] * 3}).json()["rewards"] == [1.0] * 3
 
 

@@ -65,6 +65,14 @@ def test_generate_text_of_stop_ends_it_at_the_token_that_completes_it(subject: S
     assert run(subject.engine.health()).num_in_flight == 0
 
 
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Any:
+    """The engines' model in plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir).float()
+
+
 def filtered(logits: np.ndarray, seen: set[int], sampling: SamplingParams) -> np.ndarray:
     """Return the probabilities [V] of the next token after all filters, which keep the most likely token."""
     for token in seen:
@@ -95,22 +103,20 @@ def filtered(logits: np.ndarray, seen: set[int], sampling: SamplingParams) -> np
     ],
 )
 def test_generate_logprobs_are_those_after_all_filters_and_without_masked_ids(
-    subject: Subject, model_dir: Path, options: dict[str, Any], most: int | None
+    subject: Subject, reference: Any, options: dict[str, Any], most: int | None
 ) -> None:
     if not subject.has_model:
         pytest.skip("no model behind it")
     import torch
-    from transformers import AutoModelForCausalLM
 
     num_samples = 1 if options["temperature"] == 0 else 3
     sampling = SamplingParams(num_samples=num_samples, max_tokens=24, seed=5, **options)
     completions = run(subject.engine.generate(PROMPT, sampling))
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     kept = []
     for completion in completions:
         ids = [*PROMPT.tolist(), *completion.token_ids.tolist()]
         with torch.no_grad():
-            rows = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
+            rows = reference(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
         rows[:, MASKED] = -np.inf
         for number, logits in enumerate(rows):
             probs = filtered(logits, set(ids[: len(PROMPT) + number]), sampling)

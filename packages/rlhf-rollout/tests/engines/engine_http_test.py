@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import threading
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,8 +15,8 @@ from rlhf_rollout.engines import EngineSpec, build_engine
 from rlhf_rollout.engines.http import HttpEngine
 from rlhf_rollout.protocols import EngineHealth, SamplingParams
 from rlhf_rollout.weights.bucket import WeightBucket
-from rollout_testing import json_server, shared_memory_bucket
-from simulated import now, simulate
+from rollout_testing import shared_memory_bucket
+from simulated import now, simulate, simulated
 
 PROMPT = np.array([4, 5, 6], np.int32)
 
@@ -29,15 +27,15 @@ class Stub:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []
         self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.delay = threading.Event()
-        self.delay.set()
+        self.headers: list[httpx.Headers] = []
 
-    def __call__(self, body: Any, headers: dict[str, str]) -> tuple[int, Any]:
-        self.requests.append(body | {"path": headers["path"]})
-        self.headers.append(headers)
-        self.delay.wait(10)
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(404)
+        self.requests.append(json.loads(request.content) | {"path": request.url.path})
+        self.headers.append(request.headers)
+        status, answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return httpx.Response(status, text=answer if isinstance(answer, str) else json.dumps(answer))
 
 
 def choice(index: int, token_ids: list[int], reason: str = "stop") -> dict[str, Any]:
@@ -50,24 +48,15 @@ def stub() -> Stub:
     return Stub()
 
 
-@pytest.fixture
-def url(stub: Stub) -> Iterator[str]:
-    with json_server(stub) as url:
-        yield url
-        stub.delay.set()
+def mocked(answer: Any, url: str = "http://engine", **options: Any) -> HttpEngine:
+    """Return an engine whose server answers what `answer` makes of a request."""
+    limits = {"request_timeout_s": 60.0, "control_timeout_s": 2.0, "health_timeout_s": 3.0}
+    spec = EngineSpec(model="policy", base_url=url, max_model_len=64, **limits)
+    return HttpEngine(spec, transport=httpx.MockTransport(answer), **options)
 
 
-def ask(url: str, sampling: SamplingParams | None = None, **options: Any) -> Any:
-    async def once() -> Any:
-        limits = {"request_timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}
-        spec = EngineSpec(model="policy", base_url=url, max_model_len=64, **limits)
-        engine = HttpEngine(spec, **options)
-        try:
-            return await engine.generate(PROMPT, sampling or SamplingParams(max_tokens=4))
-        finally:
-            await engine.close()
-
-    return asyncio.run(once())
+def ask(stub: Stub, sampling: SamplingParams | None = None, url: str = "http://engine") -> Any:
+    return simulate(mocked(stub, url).generate(PROMPT, sampling or SamplingParams(max_tokens=4)))
 
 
 def test_http_engine_without_base_url_raises() -> None:
@@ -75,7 +64,7 @@ def test_http_engine_without_base_url_raises() -> None:
         build_engine("http", EngineSpec(model="policy"))
 
 
-def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str, monkeypatch) -> None:
+def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, monkeypatch) -> None:
     monkeypatch.setenv("RLHF_ENGINE_TOKEN", "secret")
     stub.answers = [(200, {"choices": [choice(1, [8, 2]), choice(0, [7], "length")]})]
     sampling = SamplingParams(
@@ -91,7 +80,7 @@ def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str, monkeyp
         repetition_penalty=1.2,
         stop=("Question:",),
     )
-    first, second = ask(url, sampling)
+    first, second = ask(stub, sampling, "https://engine")
     # The answer came out of order; -0.25 * token is the stub's log-prob.
     assert (first.token_ids.tolist(), first.logprobs.tolist()) == ([7], [-1.75])
     assert (second.token_ids.tolist(), second.logprobs.tolist()) == ([8, 2], [-2.0, -0.5])
@@ -117,17 +106,17 @@ def test_http_engine_sends_tokens_and_reads_tokens(stub: Stub, url: str, monkeyp
         "return_token_ids": True,
         "add_special_tokens": False,
         "request_seed": 11,
-        "timeout_s": 1800.0,
+        "timeout_s": 60.0,
     }
     assert {key: request[key] for key in expected} == expected
     assert 0 <= request["seed"] < 2**63
     assert stub.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_http_engine_leaves_no_sampling_to_the_server_and_sends_no_seed_without_one(stub: Stub, url: str) -> None:
+def test_http_engine_leaves_no_sampling_to_the_server_and_sends_no_seed_without_one(stub: Stub) -> None:
     # vLLM's server takes what a request leaves out from the model's generation_config.json.
     stub.answers = [(200, {"choices": [choice(0, [7])]})]
-    [completion] = ask(url + "/v1/")
+    [completion] = ask(stub, url="http://engine/v1/")
     assert (completion.policy_version, completion.num_cached_tokens) == (0, None)
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
     [request] = stub.requests
@@ -154,21 +143,21 @@ def test_http_engine_leaves_no_sampling_to_the_server_and_sends_no_seed_without_
     ],
     ids=["json", "deep", "choices", "object", "list", "tokens", "logprobs", "sizes", "reason", "versions"],
 )
-def test_http_engine_unusable_answer_raises(stub: Stub, url: str, answer: Any, message: str) -> None:
+def test_http_engine_unusable_answer_raises(stub: Stub, answer: Any, message: str) -> None:
     stub.answers = [(200, answer)]
     with pytest.raises(EngineError, match=message):
-        ask(url)
+        ask(stub)
 
 
-def test_http_engine_long_prompt_raises_before_it_is_sent(stub: Stub, url: str) -> None:
+def test_http_engine_long_prompt_raises_before_it_is_sent(stub: Stub) -> None:
     with pytest.raises(EngineError, match="exceed the engine's context of 64"):
-        ask(url, SamplingParams(max_tokens=62))
+        ask(stub, SamplingParams(max_tokens=62))
     assert stub.requests == []
 
 
-def test_http_engine_of_a_server_without_control_calls_says_which_server_has_them(stub: Stub, url: str) -> None:
+def test_http_engine_of_a_server_without_control_calls_says_which_server_has_them(stub: Stub) -> None:
     stub.answers = [(404, {"detail": "Not Found"})]
-    engine = HttpEngine(EngineSpec(model="policy", base_url=url))
+    engine = mocked(stub)
     calls = (engine.pause("keep"), engine.resume(), engine.begin_weight_update(1), engine.sleep(), engine.wake_up())
     for call in (*calls, engine.finish_weight_update()):
         with pytest.raises(
@@ -182,8 +171,8 @@ def test_http_engine_of_a_server_without_control_calls_says_which_server_has_the
         asyncio.run(engine.receive_weights(WeightBucket("ipc", (), "none")))
 
 
-def test_http_engine_pause_returns_what_the_server_found(stub: Stub, url: str) -> None:
-    engine = HttpEngine(EngineSpec(model="m", base_url=url))
+def test_http_engine_pause_returns_what_the_server_found(stub: Stub) -> None:
+    engine = mocked(stub)
     stub.answers = [(200, {"num_in_flight": 3})]
     assert asyncio.run(engine.pause("keep")) == 3
     for answer in ({}, [3], {"num_in_flight": "3"}):
@@ -192,35 +181,25 @@ def test_http_engine_pause_returns_what_the_server_found(stub: Stub, url: str) -
             asyncio.run(engine.pause("keep"))
 
 
-def test_http_engine_control_call_that_hangs_ends_at_its_deadline(stub: Stub, url: str) -> None:
-    stub.delay.clear()
-    stub.answers = [(200, {})]
-    engine = HttpEngine(EngineSpec(model="m", base_url=url, request_timeout_s=0.06, control_timeout_s=0.02))
-    for call, limit in (
-        (engine.pause("drain"), r"`pause` took longer than 0\.08 s"),
-        (engine.begin_weight_update(1), r"`begin_weight_update` took longer than 0\.08 s"),
-        (engine.finish_weight_update(), r"0\.02 s"),
-        (engine.pause("keep"), r"0\.02 s"),
-        (engine.resume(), r"0\.02 s"),
-    ):
-        with pytest.raises(EngineError, match=limit):
-            asyncio.run(call)
-
-
-def test_http_engine_health_check_has_the_deadline_of_the_spec() -> None:
+@simulated
+async def test_http_engine_control_call_that_hangs_ends_at_its_deadline() -> None:
     async def silent(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(1000)
         raise AssertionError
 
-    spec = EngineSpec(model="m", base_url="http://engine", health_timeout_s=3.0)
-
-    async def ask_health() -> float:
-        engine = HttpEngine(spec, transport=httpx.MockTransport(silent))
-        with pytest.raises(EngineError, match=r"/health took longer than 3 s"):
-            await engine.health()
-        return now()
-
-    assert simulate(ask_health()) == pytest.approx(3.0)
+    engine = mocked(silent)
+    for call, limit_s in (
+        (engine.pause("drain"), 62),
+        (engine.begin_weight_update(1), 62),
+        (engine.finish_weight_update(), 2),
+        (engine.pause("keep"), 2),
+        (engine.resume(), 2),
+        (engine.health(), 3),
+    ):
+        began = now()
+        with pytest.raises(EngineError, match=rf"(`\w+`|/\w+) took longer than {limit_s} s"):
+            await call
+        assert now() - began == pytest.approx(limit_s)
 
 
 def test_password_of_the_address_is_not_in_messages():
@@ -229,12 +208,6 @@ def test_password_of_the_address_is_not_in_messages():
         with pytest.raises(EngineError, match=r"http://\*\*\*@127\.0\.0\.1:9/") as caught:
             asyncio.run(call())
         assert "s3cret" not in str(caught.value)
-
-
-def mocked(answer: Any, **options: Any) -> HttpEngine:
-    """Return an engine whose server answers what `answer` makes of a request."""
-    spec = EngineSpec(model="m", base_url="http://engine", max_model_len=64, request_timeout_s=60.0)
-    return HttpEngine(spec, transport=httpx.MockTransport(answer), **options)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +307,6 @@ def test_weights_belong_to_an_update_and_long_ones_are_sent_in_pieces() -> None:
 
 
 @pytest.mark.parametrize(("told", "known"), [(2, 2), (None, None), ("many", None)])
-def test_tokens_from_the_cache_are_known_if_the_server_counts_them(stub: Stub, url: str, told, known) -> None:
+def test_tokens_from_the_cache_are_known_if_the_server_counts_them(stub: Stub, told, known) -> None:
     stub.answers = [(200, {"choices": [choice(0, [7]) | {"num_cached_tokens": told}]})]
-    assert ask(url)[0].num_cached_tokens == known
+    assert ask(stub)[0].num_cached_tokens == known

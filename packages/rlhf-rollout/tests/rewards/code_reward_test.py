@@ -1,6 +1,7 @@
 """The reward `code`: programs in responses, forms of labels, comparison, verdicts, limits, and cancelled calls."""
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
@@ -29,9 +30,12 @@ def fenced(program):
     return f"My program:\n```python\n{program}\n```\nDone."
 
 
+one_sandbox = functools.cache(Bubblewrap)  # each tries a program first
+
+
 def judge(label, *responses, sandbox=None, **options):
     prompt = make_prompt(label=label)
-    reward = CodeReward(sandbox or Bubblewrap(), CallOptions(**{"timeout_s": 120, **options}))
+    reward = CodeReward(sandbox or one_sandbox(), CallOptions(**{"timeout_s": 120, **options}))
     rollouts = [make_rollout(prompt, response, index=index) for index, response in enumerate(responses)]
     return asyncio.run(reward.score(prompt, rollouts))
 

@@ -87,19 +87,17 @@ def function(write):
     return lambda size: FunctionReward(path, CallOptions(batch_size=size))
 
 
-@pytest.mark.parametrize("num_samples", [1, 2])
-def test_function_that_normalizes_its_call_works_as_printed_for_several_prompts(write, num_samples, monkeypatch):
+def test_function_that_normalizes_its_call_works_as_printed_for_several_prompts(write, monkeypatch):
     monkeypatch.setattr(asyncio, "sleep", _at_once(asyncio.sleep))
     reward = FunctionReward(write(NORMALIZING), CallOptions(timeout_s=60.0))
-    groups = generated(reward, 4, num_samples=num_samples)
+    groups = generated(reward, 4)
     asyncio.run(reward.close())
     verdicts = [rollout.verdict for group in groups for rollout in group.rollouts]
-    # Four prompts with answers of 0 to 3 letters: the mean is 1.5, the sum of squares around it 5 per sample.
-    deviation = (5 * num_samples / (4 * num_samples - 1)) ** 0.5
-    lengths = [number for number in range(4) for _ in range(num_samples)]
-    assert [verdict.reward for verdict in verdicts] == pytest.approx([(n - 1.5) / deviation for n in lengths])
-    assert [verdict.score for verdict in verdicts] == lengths
-    assert all(verdict.extra == {"avg": 1.5, "max": 3, "min": 0, "size": len(verdicts)} for verdict in verdicts)
+    # Four prompts with answers of 0 to 3 letters: the mean is 1.5, the sum of squares around it 5.
+    deviation = (5 / 3) ** 0.5
+    assert [verdict.reward for verdict in verdicts] == pytest.approx([(n - 1.5) / deviation for n in range(4)])
+    assert [verdict.score for verdict in verdicts] == [0, 1, 2, 3]
+    assert all(verdict.extra == {"avg": 1.5, "max": 3, "min": 0, "size": 4} for verdict in verdicts)
 
 
 def _at_once(sleep):
