@@ -35,10 +35,15 @@ async def until(condition, what: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_killed_process_is_an_error_with_a_hint_and_later_calls_fail_at_once():
+async def test_killed_process_is_an_error_with_a_hint_and_later_calls_fail_at_once(monkeypatch):
+    monkeypatch.setenv("VLLM_OF_THIS_TEST", "a value")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:password@127.0.0.1:9")
     engine = ProcessEngine("fake", FAKE)
     await engine.ready()
     guard, worker = sorted(started_by(os.getpid()))
+    for process_id in (guard, worker):  # they have the environment of this process
+        variables = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+        assert {b"VLLM_OF_THIS_TEST=a value", b"HTTPS_PROXY=http://user:password@127.0.0.1:9"} <= set(variables)
     await engine.begin_weight_update(1)  # holds the request back
     request = asyncio.create_task(engine.generate(PROMPT, SamplingParams()))
     while not (await engine.health()).num_in_flight:
@@ -109,19 +114,6 @@ async def test_start_that_is_given_up_leaves_no_process(tmp_path, leave):
         with pytest.raises(EngineError, match=r"the start of an engine's process took longer than 0\.3 s"):
             await start
     assert not started_by(os.getpid())
-
-
-async def test_process_has_the_environment_of_this_one(monkeypatch):
-    monkeypatch.setenv("VLLM_OF_THIS_TEST", "a value")
-    monkeypatch.setenv("HTTPS_PROXY", "http://user:password@127.0.0.1:9")
-    engine = ProcessEngine("fake", FAKE)
-    try:
-        await engine.ready()
-        for process_id in started_by(os.getpid()):
-            variables = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-            assert {b"VLLM_OF_THIS_TEST=a value", b"HTTPS_PROXY=http://user:password@127.0.0.1:9"} <= set(variables)
-    finally:
-        await engine.close()
 
 
 async def test_host_hands_on_what_the_engine_logs_once():
