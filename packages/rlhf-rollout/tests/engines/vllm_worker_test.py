@@ -178,25 +178,22 @@ def built(model, **options):
         core.shutdown()
 
 
-def test_an_engine_asks_for_its_own_worker_which_limits_the_warm_up(tmp_path, monkeypatch):
+def test_an_engine_asks_for_its_own_worker_which_limits_the_warm_up_and_the_kv_cache(tmp_path, monkeypatch):
+    """A block of 128 tokens has 16 KiB: keys and values of 2 layers with 2 heads of 8 numbers in bfloat16."""
     found = []
     monkeypatch.setattr(
         CPUWorker,
         "compile_or_warm_up_model",
         lambda self: found.append(VllmSamplingParams.for_sampler_warmup()) or CompilationTimes(0.0, 0.0),
     )
-    model = tiny_model_dir(tmp_path / "model")
-    with built(model, max_model_len=32, expected_sampling=SamplingParams(temperature=0.25)):
-        assert [params.temperature for params in found] == [0.25]
-        assert VllmSamplingParams.for_sampler_warmup().temperature != 0.25
-
-
-def test_an_engine_allocates_as_many_blocks_as_four_full_sequences_need_for_each_that_runs(tmp_path):
-    """A block of 128 tokens has 16 KiB: keys and values of 2 layers with 2 heads of 8 numbers in bfloat16."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny_model_dir(tmp_path / "model", **sizes)
-    with built(model, dtype="bfloat16", max_model_len=300, max_num_seqs=2) as core:
+    options = {"dtype": "bfloat16", "max_model_len": 300, "max_num_seqs": 2}
+    with built(model, expected_sampling=SamplingParams(temperature=0.25), **options) as core:
+        assert [params.temperature for params in found] == [0.25]
+        assert VllmSamplingParams.for_sampler_warmup().temperature != 0.25
         cache = core.vllm_config.cache_config
+        # As many blocks as four full sequences need for each of the two that run.
         assert (cache.block_size, cache.num_gpu_blocks) == (128, 4 * 2 * 3)
 
 
