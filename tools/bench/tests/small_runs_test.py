@@ -8,6 +8,7 @@ import pytest
 
 import runner
 from process_testing import forked_context
+from rlhf_models.testing import tiny_model_dir
 from runner import Metrics
 from workloads.speed import head_step, real_work, zero3
 
@@ -32,6 +33,22 @@ def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):
         # Three times the question and the answer; the prompt is the question, too.
         assert one["num_tokens"] == 100 * (4 * 65 + 3 * 25)
         assert one["lag_median_ms"] <= one["lag_p99_ms"] <= one["lag_max_ms"]
+
+
+def test_answers_of_an_adapter_are_near_peft_with_this_adapter(bench, tmp_path):
+    model = tiny_model_dir(tmp_path / "model")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"question": f"{number} + 1"}) + "\n" for number in range(4)))
+    sizes = ["--prompt_tokens", "48", "--response_tokens", "4", "--adapters", "1", "--rank", "4", "--rounds", "1"]
+    status, report = bench("adapters", "--model", str(model), "--questions", str(questions), *sizes)
+    assert status == 0
+    assert {count: [*works] for count, works in report["engines"].items()} == {
+        "0": ["base"],
+        "1": ["base", "one", "all", "mixed"],
+    }
+    for name, gaps in report["logprob_gaps"].items():
+        [other] = set(gaps) - {name}
+        assert gaps[name] < 1e-5 < gaps[other]
 
 
 def test_two_ranks_of_long_context_agree_with_one(bench, forked_ranks):
