@@ -168,14 +168,6 @@ def test_error_of_the_command_is_raised_with_its_hint(
     assert capfd.readouterr().out.startswith("sft\nstep 1\n")
 
 
-def test_command_that_ends_without_an_error_of_its_own_is_named_with_its_status(
-    stand_in: Callable[[str], None], tmp_path: Path
-) -> None:
-    stand_in("echo step 1\nkill -9 $$\n")
-    with pytest.raises(RlhfError, match=r"^`rlhf sft` ended with status -9\n\nhint: see its output"):
-        api.sft(pretrain="builtin", dataset="rows.jsonl", save_path=tmp_path / "run")
-
-
 def test_interrupt_is_passed_on_once_and_the_command_ends_in_its_own_way(
     stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

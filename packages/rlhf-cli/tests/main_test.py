@@ -9,8 +9,7 @@ from importlib.metadata import version
 
 import pytest
 
-from rlhf_cli.builtin import BUILTIN, MODEL_DIR, TRAIN_FILE
-from rlhf_cli.config.paths import with_full_paths
+from rlhf_cli.builtin import BUILTIN
 from rlhf_cli.main import COMMANDS, GROUPS, command_line, main
 from rlhf_data.options.declare import options
 from rlhf_data.options.exits import exit_status
@@ -41,11 +40,6 @@ def test_version_names_what_is_installed(capsys):
     assert lines[0].startswith("rlhf-cli")
     assert f"ray {version('ray')}" in lines
     assert lines[-1] == f"python {sys.version.split()[0]}"
-
-
-def test_command_line_is_the_commands_own():
-    for name in COMMANDS:
-        assert command_line(name).prog == f"rlhf {name}"
 
 
 @pytest.mark.parametrize("module", ["rlhf_cli.main", "rlhf_data.main", "rlhf_rollout.commands.main"])
@@ -92,28 +86,10 @@ def test_completion_in_bash_offers_commands_flags_and_values(capsys):
     assert completions(script, "ppo", "--actor.adam") == []  # flags of other programs are accepted, not offered
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_completion_of_another_shell_names_every_command(capsys, shell):
-    assert main([f"--print_completion={shell}"]) == 0
-    script = capsys.readouterr().out
-    assert all(name in script for name in COMMANDS)
-
-
 @pytest.mark.parametrize("words", [["--print_completion"], ["--print_completion", "fish"]])
 def test_completion_of_an_unknown_shell_is_refused(capsys, words):
     assert main(words) == 2
     assert "known: bash, tcsh, zsh" in capsys.readouterr().err
-
-
-def test_builtin_names_become_files_and_stay_words_in_what_is_shown(tmp_path, capsys):
-    words = [*GENERATE, "--pretrain", BUILTIN, "--tokenizer", BUILTIN, "--output_path", "o.jsonl"]
-    config = command_line("generate").parse(words).config
-    full = with_full_paths(config, keep_builtin=False)
-    assert (full.model.pretrain, full.model.tokenizer) == (str(MODEL_DIR), str(MODEL_DIR))
-    assert full.data.prompt_data == str(TRAIN_FILE)
-    assert with_full_paths(config).model.pretrain == BUILTIN
-    assert main(["generate", *words, "--dry_run"]) == 0
-    assert 'pretrain = "builtin"' in capsys.readouterr().out
 
 
 def test_generate_writes_where_the_user_is(tmp_path, capsys, monkeypatch):

@@ -25,11 +25,6 @@ def test_errors_write_their_hint_below_the_message_and_keep_it_across_processes(
     assert str(ConfigError("what", hint=None)) == "what"
 
 
-def test_with_hint_without_a_hint_is_the_message():
-    assert with_hint("what") == "what"
-    assert with_hint("what", "why") == "what\n\nhint: why"
-
-
 def test_unknown_lists_the_known_and_guesses():
     assert unknown("flag", "zero_stag", ["zero_stage", "seed"]) == (
         "unknown flag `zero_stag`; known: seed, zero_stage\n\nhint: did you mean `zero_stage`?"

@@ -136,14 +136,6 @@ def test_inspect_refuses_what_has_no_effect_or_cannot_be(tmp_path, capsys, token
     assert says in err
 
 
-def test_inspect_template_typed_in_a_shell_has_newlines(tmp_path, capsys, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}])
-    status, out, _ = inspect(capsys, path, "--tokenizer", tokenizer, "--input_template", r"two\n{}\none")
-    _, expected, _ = inspect(capsys, path, "--tokenizer", tokenizer, "--input_template", "two\n{}\none")
-    assert status == 0
-    assert "\\" not in out and out == expected
-
-
 @pytest.mark.parametrize(
     ("typed", "read"),
     [
@@ -158,19 +150,6 @@ def test_inspect_template_typed_in_a_shell_has_newlines(tmp_path, capsys, tokeni
 def test_typed_newlines_are_newlines_and_latex_stays(typed, read):
     assert TemplateSection(input_template=typed).input_template == read
     assert TemplateSection(input_template=read).input_template == read
-
-
-def test_inspect_reads_a_chat_template_from_its_file(tmp_path, capsys, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}])
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    flags = ["--tokenizer", tokenizer, "--apply_chat_template", "--tokenizer_chat_template"]
-    status, out, _ = inspect(capsys, path, *flags, template)
-    assert status == 0
-    assert "one[[two </s>]]" in out.splitlines()
-    status, _, err = inspect(capsys, path, *flags, tmp_path / "chat.jinj")
-    assert status == 2
-    assert f"--tokenizer_chat_template: file {tmp_path / 'chat.jinj'} does not exist" in err
 
 
 def test_inspect_of_rows_that_make_no_example_says_why(tmp_path, capsys, tokenizer):
@@ -195,17 +174,6 @@ def test_inspect_without_rows_needs_them_and_a_dry_run_lists_that(capsys):
     assert '[inspection]\nkind = "sft"\ntokenizer' not in out  # None is the default, which TOML leaves out
     assert "row = 3\n" in out
     assert err.startswith("still missing: --dataset is missing")
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_help_lists_the_commands(capsys, words):
-    assert main(words) == 0
-    assert "  inspect  count, measure and show" in capsys.readouterr().out
-
-
-def test_unknown_command_names_the_nearest(capsys):
-    assert main(["inspekt"]) == 2
-    assert "hint: did you mean `inspect`?" in capsys.readouterr().err
 
 
 def test_command_gets_the_words_after_its_name_and_one_that_cannot_run_has_status_2(capsys, monkeypatch):

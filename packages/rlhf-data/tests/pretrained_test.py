@@ -37,11 +37,6 @@ def test_load_tokenizer_without_padding_token_pads_with_the_end(folder):
     assert load_tokenizer(folder).pad_token_id == load_tokenizer(str(folder)).eos_token_id == 1
 
 
-def test_load_tokenizer_knows_the_home_folder(folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(folder.parent))
-    assert load_tokenizer("~/t").eos_token == "</s>"
-
-
 def test_ids_without_token_are_those_in_gaps_and_behind_the_last(folder):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -114,12 +109,6 @@ def test_only_errors_about_path_and_network_hint_at_them(error, hint):
     with pytest.raises(ConfigError) as caught, pretrained.clear_errors("model", "m"):
         raise error
     assert str(caught.value).startswith(f"cannot load the model m: {error}\n\nhint: {hint}")
-
-
-@pytest.mark.parametrize(("text", "said"), [("a\nb", "a"), ("a:\n  b\nc", "a: b"), ("a:", "a:")])
-def test_error_of_several_lines_is_told_by_the_first_that_says_something(text, said):
-    with pytest.raises(ConfigError, match=f"model m: {said}\n\nhint"), pretrained.clear_errors("model", "m"):
-        raise ValueError(text)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "nowhere", "a/b/c"])

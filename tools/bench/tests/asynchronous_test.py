@@ -1,6 +1,5 @@
 """The report of the asynchronous benchmark: ratios, standard errors, and which goals are missed."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -14,21 +13,6 @@ from workloads.asynchronous.two_sides import engine_spans, learner_spans
 
 def figures(samples_per_s, after, **more):
     return {"samples_per_s": samples_per_s, "accuracy_before": 0.2, "accuracy_after": after, **more}
-
-
-def test_figures_of_a_run_that_is_there_leave_out_evaluations(tmp_path):
-    lines = [
-        {"step": 0, "eval/accuracy": 0.25},
-        {"step": 1, "time/step": 4.0, "time/generate": 2.0, "samples/trained": 8},
-        {"step": 2, "time/step": 9.0, "time/evaluate": 6.5, "time/save": 0.5, "samples/trained": 8, "async/x": 3.0},
-        {"step": 2, "time/total": 30.0, "eval/accuracy_before": 0.25, "eval/accuracy_after": 0.75},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (tmp_path / "model").mkdir()
-    found = asynchronous.run(["--no_such_flag"], tmp_path, timeout_s=1.0)
-    assert found["seconds"] == 6.0 and found["samples_per_s"] == pytest.approx(16 / 6)
-    assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
-    assert found["mean"]["time/generate"] == 1.0 and found["mean"]["async/x"] == 1.5
 
 
 def test_standard_error_is_the_larger_estimate():
@@ -70,11 +54,6 @@ def test_missed_goals_are_named(ratio, after, predicted, words):
     found = asynchronous.missed(asynchronous.summary(runs, num_answers=200))
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
-
-
-def test_modes_of_staleness_are_flags():
-    assert asynchronous.mode_flags(0, "keep") == []
-    assert asynchronous.mode_flags(4, "drain")[:3] == ["--async_train", "--max_staleness", "4"]
 
 
 def test_slowdown_is_fitted_to_a_run():

@@ -84,14 +84,6 @@ def test_kill_is_counted_for_the_phase_that_it_hits(tmp_path, monkeypatch, share
     assert (tally.phases, tally.num_writing) == ({phase: 1}, 1)
 
 
-def test_run_that_ends_before_its_kill_counts_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(kills, "SHARE_IN_START", 0.0)
-    monkeypatch.setattr(Sleeper, "seconds", 0.0)
-    tally = kills.Tally()
-    assert not Sleeper(tmp_path / "run", "").kill(random.Random(0), 1000.0, tally)
-    assert not tally.phases
-
-
 @pytest.mark.parametrize("name", fuzz.seeds())
 def test_parser_reads_broken_input_or_refuses_it_properly(name, monkeypatch):
     monkeypatch.setattr(fuzz, "LIMIT_S", 60)  # the machine may stand still for seconds
@@ -127,9 +119,3 @@ def test_report_counts_hung_rewards_and_what_they_leave(bench):
     # Three per call; a worker on a busy machine may be ended before it has started its own.
     assert 0 < hangs["num_processes_seen"] <= 36 and hangs["num_processes_seen"] % 3 == 0
     assert hangs["memory_growth_mib"] < 20
-
-
-def test_process_that_is_left_is_a_missed_goal(bench, monkeypatch):
-    monkeypatch.setattr("workloads.faults.reward_faults.os.path.exists", lambda path: path.startswith("/proc/"))
-    status, report = bench("reward_faults", "--count", "2", "--timeout_s", "0.5")
-    assert status == 1 and report["hangs"]["num_processes_left"] > 0

@@ -144,15 +144,6 @@ def test_check_fails_and_writing_mends_the_pages(root: Path, capsys: pytest.Capt
     assert main(["--check"], root) == 0
 
 
-def test_mark_that_cannot_be_read_fails_and_leaves_its_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "tools/bench/tables.toml").write_text("", encoding="utf-8")
-    text = "0.50 and 1\n<!-- figures\n0.50 = x.json mean .2f\n1 = x.json median .2f\n-->\n"
-    (root / "README.md").write_text(text, encoding="utf-8")
-    assert main([], root) == 1
-    assert "README.md: no 'median'" in capsys.readouterr().err
-    assert (root / "README.md").read_text(encoding="utf-8") == text
-
-
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_figures_of_a_page_are_those_of_the_committed_measurements(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

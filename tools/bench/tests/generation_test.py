@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,36 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import Place
-from rlhf_data.errors import ConfigError, EngineError
+from rlhf_data.errors import ConfigError
 from rlhf_models.testing import tiny_model_dir
-from workloads.speed import generation, generation_engine
-
-
-class FakeEngine:
-    """Answers as an engine's process does, and notes what it gets in a log that all share."""
-
-    def __init__(self, number, log, *, fails=False):
-        self.number = number
-        self.log = log
-        self.fails = fails
-        self.answers = [2.5]  # seconds of its start
-
-    def send(self, task):
-        if task == "begin":
-            self.log.append(("begin", self.number))
-            return
-        self.log.append(("task", self.number))
-        self.task = task
-        figures = {"steps": 3, "milliseconds_per_step": {}, "profile": {} if task["profile"] else None}
-        self.answers += [None, {"tokens": 10 * len(task["prompts"])} | figures]
-
-    def receive(self, timeout_s):
-        if self.fails:
-            raise EngineError("out of memory")
-        return self.answers.pop(0)
-
-    def end(self):
-        self.log.append(("end", self.number))
+from workloads.speed import generation
 
 
 def test_variant_has_typed_settings():
@@ -50,21 +22,6 @@ def test_variant_has_typed_settings():
     assert generation.parse_variant(["base"]) == ("base", {})
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         generation.parse_variant(["base", "fast"])
-
-
-def test_engines_share_the_prompts_of_a_round_and_begin_together():
-    log = []
-    engines = [FakeEngine(number, log) for number in range(3)]
-    for engine in engines:
-        engine.answers.clear()
-    work = generation.Work(prompts=np.arange(7)[:, None], lengths=10 * np.arange(7)[:, None])
-    result = generation.run_round(engines, work, 1.0, profile=True)
-    assert sorted(np.concatenate([engine.task["prompts"] for engine in engines])[:, 0]) == list(range(7))
-    for engine in engines:
-        assert np.array_equal(engine.task["lengths"], 10 * engine.task["prompts"])
-    assert [len(engine.task["prompts"]) for engine in engines] == [3, 2, 2]
-    assert log == [("task", 0), ("task", 1), ("task", 2), ("begin", 0), ("begin", 1), ("begin", 2)]
-    assert result["tokens"] == 70
 
 
 def drawn(mean=None, sigma=None):
@@ -91,32 +48,6 @@ def test_logarithms_of_lengths_are_normal_up_to_the_full_length():
     assert lengths.max() <= 100 and np.mean(drawn(20.0, 2.0).lengths == 100) > 0.02
 
 
-def test_figures_are_medians_of_the_rounds_that_count():
-    parts = {"steps": 5, "milliseconds_per_step": {"wait": 1.0}}
-    rounds = [{"seconds": seconds, "tokens": 100} | parts for seconds in (4.0, 2.0, 5.0)]
-    figures = generation.figures_of(rounds)
-    assert figures["seconds"] == 4.0 and figures["tokens_per_second"] == 25.0 and figures["rounds"] == [4.0, 2.0, 5.0]
-
-
-def test_variant_that_fails_is_reported_beside_the_others(monkeypatch):
-    log = []
-
-    def start(settings, number, *_):
-        return [FakeEngine(index, log, fails="broken" in settings) for index in range(number)]
-
-    monkeypatch.setattr(generation, "start_engines", start)
-    options = argparse.Namespace(engines=[2, 1], samples=2, response_tokens=4, rounds=1, timeout_s=1.0, questions=None)
-    variants = {name: {"settings": {name: 1}} for name in ("base", "broken", "later")}
-    work = generation.Work(np.zeros((4, 3), int), np.ones((4, 2), int))
-    assert len(list(generation.measure_variants(variants, None, lambda: work, options))) == 4
-    numbers = {name: list(variant.get("engines", {})) for name, variant in variants.items()}
-    assert numbers == {"base": ["1", "2"], "broken": [], "later": ["1", "2"]}
-    assert variants["broken"]["error"] == "out of memory"
-    assert ["profile" in figures for figures in variants["base"]["engines"].values()] == [True, False]
-    assert variants["later"]["seconds_start"] == [2.5, 2.5]
-    assert len([entry for entry in log if entry[0] == "end"]) == 8  # the first one ends before the others start
-
-
 def test_questions_get_the_chat_template_and_long_ones_are_left_out(tmp_path):
     model = tiny_model_dir(tmp_path / "model")
     file = tmp_path / "rows.jsonl"
@@ -141,18 +72,3 @@ def test_gap_is_the_distance_from_log_probs_of_transformers(tmp_path, monkeypatc
     logprobs = [float(logits[2].log_softmax(-1)[8]) + 0.25, float(logits[3].log_softmax(-1)[9])]
     gap = generation.logprob_gap(model, [(prompt, tokens, np.array(logprobs))])
     assert gap == {"largest": pytest.approx(0.25, abs=1e-4), "mean": pytest.approx(0.125, abs=1e-4), "tokens": 2}
-
-
-def test_time_of_a_step_outside_its_parts_is_waiting(monkeypatch):
-    clock = iter([0.0, 1.0, 1.5, 2.0, 4.0, 10.0, 20.0, 23.0])
-    monkeypatch.setattr(generation_engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    parts = SimpleNamespace(schedule=lambda: None, update_from_output=lambda: None)
-    executor = SimpleNamespace(execute_model=lambda: None, sample_tokens=lambda: None)
-    inner = SimpleNamespace(scheduler=parts, model_executor=executor)
-    core = SimpleNamespace(engine_core=inner, get_output=lambda: (parts.schedule(), executor.execute_model()))
-    loop = SimpleNamespace(_take_outputs=lambda: None)
-    watch = generation_engine.Watch(SimpleNamespace(_loop=loop), core)
-    core.get_output()  # 0 to 10, of which schedule takes 0.5 and launch 2
-    loop._take_outputs()
-    watch.steps *= 2  # as if it had been two steps
-    assert watch.milliseconds_per_step() == {"launch": 1000, "schedule": 250, "take_outputs": 1500, "wait": 3750}

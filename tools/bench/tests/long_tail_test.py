@@ -16,13 +16,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_response_adds_and_counts_down():
-    assert long_tail.question((47, 38), 3) == "03. What is 47 + 38?"
-    assert long_tail.response((47, 38), 3) == "7+8=15, 4+3+1=8 #### 85 03,02,01"
-    assert long_tail.response((47, 38), 3, carries=False) == "7+8=15, 4+3=7 #### 75 03,02,01"
-    assert long_tail.response((47, 38), 0) == "7+8=15, 4+3+1=8 #### 85"
-
-
 def test_lengths_in_tokens_of_the_model_have_the_tail(folder):
     found = long_tail.quantiles(folder)
     assert found["median"] == pytest.approx(long_tail.MEDIAN_TOKENS, abs=2)
@@ -30,14 +23,6 @@ def test_lengths_in_tokens_of_the_model_have_the_tail(folder):
     # All of them fit what `make` allows.
     longest = load_tokenizer(MODEL_DIR)(long_tail.response((99, 99), long_tail.LONGEST_COUNT))["input_ids"]
     assert found["longest"] <= len(longest) + 1 <= 336
-
-
-def test_prompts_decide_the_length_to_three_tokens():
-    tokenizer = load_tokenizer(MODEL_DIR)
-    for tokens in (30, 61, 250):
-        count = long_tail.count_of(tokens)
-        assert abs(len(tokenizer(long_tail.response((47, 38), count))["input_ids"]) + 1 - tokens) <= 3
-    assert long_tail.count_of(5) == 0 and long_tail.count_of(5000) == 99
 
 
 def test_reward_is_for_the_right_sum_with_the_right_countdown(folder):

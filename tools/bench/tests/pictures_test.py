@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from matplotlib.colors import to_hex
 
-from pictures import COLORS, WINDOW_S, as_svg, curve, main, shown_lines, terminal, two_sides
+from pictures import COLORS, WINDOW_S, as_svg, main, shown_lines, terminal, two_sides
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOG = (
@@ -31,14 +31,6 @@ def test_terminal_holds_the_lines_as_text_and_loads_nothing():
         rows[text.get("y")] = rows.get(text.get("y"), "") + text.text.replace("\xa0", " ")
     assert [row.rstrip() for row in rows.values() if row.strip()] == shown_lines(LOG)
     assert picture.count("://") == 1  # the name of the format
-
-
-def test_curve_has_the_rewards_as_a_line_and_accuracies_as_dots_with_their_numbers():
-    [axes] = curve([(1, 0.25), (2, 0.75)], [(0, 0.0), (2, 1.0)]).axes
-    line, dots = axes.lines
-    assert line.get_xydata().tolist() == [[1, 0.25], [2, 0.75]]
-    assert dots.get_xydata().tolist() == [[0, 0.0], [2, 1.0]] and dots.get_linestyle() == "None"
-    assert [text.get_text() for text in axes.texts] == ["0.00", "1.00"]
 
 
 def test_two_sides_draw_what_each_did_in_its_color():

@@ -1,12 +1,10 @@
 """Benchmarks of what published models learn: which commands they run, on which rows, and what they report."""
 
-import gzip
 import json
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +13,9 @@ import torch
 
 from rlhf_train.algorithms.table import ALGORITHMS
 from runner import Metrics, UsageError, read_lines
-from workloads.learning import beside_openrlhf, beside_trl, preferences, published
+from workloads.learning import beside_openrlhf, beside_trl
 from workloads.learning.openrlhf_parts import flash_attention, reward
 
-REWARDS = {"sft": (0.0, 1.0), "dpo": (0.5, 2.0), "ppo0.1": (3.0, 4.0)}  # of the reward model and of the judge
 OPTIMIZER = (
     'optim_dict = {\n                "type": "AdamW",\n                "params": {\n                    "lr": 1e-3\n'
 )
@@ -35,38 +32,6 @@ def evaluation(number, accuracy):
         f" {accuracy}, 'eval_num_samples': 6.0}}", flush=True)
 step(1, 0.25); step(2, 1e-01); evaluation(2, 0.5); step(3, 0.5); step(4, 0.5)
 """
-
-
-def test_a_published_model_is_fine_tuned_first_on_gsm8k_and_measured_by_seed(bench, monkeypatch):
-    asked = []
-
-    def run_ppo(flags, folder):
-        asked.append(" ".join(map(str, flags)))
-        seed = int(folder.name.removeprefix("seed"))
-        lines = [{"step": 0, "eval/accuracy": 0.1}, {"step": 2, "eval/accuracy": 0.1 * seed}]
-        steps = [{"time/step": 2.0, "rollout/reward": 0.5, "mismatch/logprob_gap_max": 0.01 * seed}]
-        final = {"eval/accuracy_before": 0.1, "eval/accuracy_after": 0.1 * seed, "time/total": 9.0}
-        return Metrics([*lines, *steps, final], steps, final)
-
-    monkeypatch.setattr(published, "run_ppo_in_turn", run_ppo)
-    _, report = bench(
-        "published", "--model", "m", "--seeds", "3", "4", "--prompts", "2", "--", "--vllm_max_num_seqs", "8"
-    )
-    assert report["mean_after"] == pytest.approx(0.35) and report["worst_after"] == pytest.approx(0.3)
-    assert report["runs"][0]["accuracy_by_step"] == {"0": 0.1, "2": pytest.approx(0.3)}
-    assert report["runs"][1]["curves"]["rollout/reward"] == [0.5]
-    assert all("--pretrain m" in words and "--rollout_batch_size 2 --train_batch_size 16" in words for words in asked)
-    assert "examples/instructions.py" in asked[0] and asked[1].endswith("--vllm_max_num_seqs 8 --seed 4")
-
-    commands = []
-    monkeypatch.setattr(published, "subprocess", SimpleNamespace(run=lambda words, **_: commands.append(words)))
-    asked.clear()
-    bench("published", "--model", "m", "--task", "gsm8k", "--data", "rows", "--seeds", "5")
-    [words] = commands
-    assert words[3:6] == ["sft", "--pretrain", "m"] and "rows/train.jsonl" in words
-    assert (
-        "/sft5/model" in asked[0] and "--eval_data rows/test.jsonl" in asked[0] and "--remote_rm_url math" in asked[0]
-    )
 
 
 def test_seconds_beside_trl_are_those_of_steps_without_starts_and_evaluations(bench, monkeypatch):
@@ -120,79 +85,6 @@ def test_held_out_answers_of_trl_come_from_its_engine_with_the_current_weights(m
     meter.end_step(2)
     assert calls == ["sync", "chat"] and meter.step_seconds == [3.0, 1.5]
     assert meter.curve == [{"step": 2, "seconds": 4.5, "accuracy": 0.5}] and meter.evaluation_seconds == [4.0]
-
-
-def test_policies_learn_from_the_first_pairs_and_are_judged_on_the_last(bench, monkeypatch, tmp_path):
-    commands, ppo, rows = [], [], {}
-
-    def rlhf(words, **_):
-        words = list(map(str, words[3:]))
-        flags = dict(pairwise(words))
-        commands.append((words[0], flags))
-        for name in ("--dataset", "--eval_dataset", "--prompt_data"):
-            if name in flags:
-                rows[name] = [json.loads(line)["chosen"] for line in Path(flags[name]).read_text().splitlines()]
-        if words[0] == "generate":
-            reward, judge = REWARDS[Path(flags["--pretrain"]).parent.name]
-            lines = [
-                {"source_rewards": [reward - 1, judge], "text": "four", "finish_reason": "stop"},
-                {"source_rewards": [reward + 1, judge], "text": "longer", "finish_reason": "length"},
-            ]
-            out = Path(flags["--output_path"])
-        else:
-            lines = [{"eval/accuracy": 0.5}, {"eval/accuracy": 0.7 if "judge" in flags["--save_path"] else 0.8}, {}]
-            out = Path(flags["--save_path"]) / "metrics.jsonl"
-            out.parent.mkdir()
-        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def run_ppo(flags, folder):
-        ppo.append(" ".join(map(str, flags)))
-        return Metrics([], [{"kl/reference": 0.0, "loss/policy": 3.0}, {"kl/reference": 0.25, "loss/policy": 2.0}], {})
-
-    monkeypatch.setattr(preferences, "subprocess", SimpleNamespace(run=rlhf))
-    monkeypatch.setattr(preferences, "run_ppo_in_turn", run_ppo)
-    with gzip.open(tmp_path / "pairs.gz", "wt", encoding="utf-8") as out:
-        out.writelines(json.dumps({"chosen": number, "rejected": -number}) + "\n" for number in range(1, 6))
-    inputs = [
-        "--model",
-        "m",
-        "--pairs",
-        str(tmp_path / "pairs.gz"),
-        "--held_out",
-        "2",
-        "--kl",
-        "0.1",
-        "--seeds",
-        "4",
-        "5",
-    ]
-    _, report = bench("preferences", *inputs, "--", "--vllm_max_num_seqs", "8")
-
-    assert rows == {"--dataset": [1, 2, 3], "--eval_dataset": [4, 5], "--prompt_data": [4, 5]}
-    trained = [
-        (command, Path(flags["--save_path"]).name, flags["--seed"], "/".join(flags["--pretrain"].split("/")[-3:]))
-        for command, flags in commands
-        if command != "generate"
-    ]
-    assert sorted(trained) == [
-        ("dpo", "dpo", "4", "seed4/sft/model"),
-        ("dpo", "dpo", "5", "seed5/sft/model"),
-        ("rm", "judge", "104", "seed4/sft/model"),
-        ("rm", "judge", "105", "seed5/sft/model"),
-        ("rm", "reward", "4", "seed4/sft/model"),
-        ("rm", "reward", "5", "seed5/sft/model"),
-        ("sft", "sft", "4", "m"),
-        ("sft", "sft", "5", "m"),
-    ]
-    assert "--init_kl_coef 0.1" in ppo[0] and "--vllm_max_num_seqs 8" in ppo[0] and ppo[0].count("/reward/model") == 2
-    assert "--seed 4" in ppo[0] and "--seed 5" in ppo[1]
-    assert [found["seed"] for found in report["runs"]] == [4, 5]
-    for found in report["runs"]:
-        assert found["accuracy"] == {"reward": 0.8, "judge": 0.7}
-        assert found["curves"] == {"ppo0.1": {"kl/reference": [0.0, 0.25]}}
-        policies = found["policies"]
-        assert {name: (row["reward"], row["judge"]) for name, row in policies.items()} == REWARDS
-        assert all((row["characters"], row["cut"], row["answers"]) == (5, 0.5, 2) for row in policies.values())
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from models import SHAPES
 from workloads.learning import rounding
@@ -27,31 +26,3 @@ def test_gap_is_that_of_rounding():
     assert 0 < measured["gap_mean"] < measured["gap_max"] < 0.05
     # The weights are so small that the model is nearly uniform: log(256) nats.
     assert measured["entropy"] == pytest.approx(5.545, abs=0.2)
-
-
-def test_shapes_that_leave_sizes_open_are_refused(bench, capsys):
-    with pytest.raises(SystemExit):
-        bench("rounding", "--shapes", "small")
-    assert "invalid choice: 'small'" in capsys.readouterr().err and "qwen2-7b" in rounding.COMPLETE
-
-
-def test_all_layers_attend_causally():
-    calls = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function is functional.scaled_dot_product_attention:
-                calls.append((args[0].dtype, kwargs["is_causal"], kwargs.get("attn_mask")))
-            return function(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Watch(), rounding.Float32Sums():
-        rounding.gap(SMALL, 16)
-    # `Float32Sums` passes both dtypes on as float32, once per layer.
-    assert calls == [(torch.float32, True, None)] * 2 * SMALL["num_hidden_layers"]
-
-
-def test_dtypes_that_hardly_round_have_no_gap():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        measured = rounding.gap(SMALL, 16, torch.float64)
-    assert measured["gap_max"] < 1e-5

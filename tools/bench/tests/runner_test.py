@@ -52,12 +52,6 @@ def test_metrics_are_those_of_steps_and_the_last_of_the_run(tmp_path):
     assert found.accuracies() == {"accuracy_before": 0.1, "accuracy_after": 0.8, **costs}
 
 
-def test_accuracies_over_seeds_are_means_and_the_worst():
-    runs = [{"accuracy_before": 0.1, "accuracy_after": 0.7}, {"accuracy_before": 0.3, "accuracy_after": 0.9}]
-    found = runner.over_seeds(runs)
-    assert found == {"mean_before": 0.2, "mean_after": 0.8, "worst_after": 0.7, "runs": runs}
-
-
 def test_measured_run_has_flags_folder_and_a_cluster_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"time/step": 1.0}\n{"time/total": 2.0}\n')
     calls = []
@@ -85,11 +79,6 @@ def test_first_rank_sends_and_all_ranks_run(tmp_path):
     assert runner.from_first_rank(rank, 2, 2, tmp_path) == [0, ["0", "1"]]
     with pytest.raises(EOFError):
         runner.from_first_rank(rank, 1, 3, tmp_path)
-
-
-def test_lines_of_json_may_have_separators_of_unicode(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"a": "1\u20282"}\n{"a": "3"}\n', encoding="utf-8")
-    assert runner.read_lines(tmp_path / "rows.jsonl") == [{"a": "1\u20282"}, {"a": "3"}]
 
 
 def test_every_benchmark_is_listed_with_what_it_measures(capsys):

@@ -20,11 +20,3 @@ def test_steps_that_decode_all_sequences_are_measured(tmp_path, monkeypatch, way
     assert {part: len(seconds) for part, seconds in found.items()} == {"schedule": 7, "update": 6}
     assert all(seconds > 0 for part in found.values() for seconds in part)
     assert [list(counts.values()) for counts in seen[-7:]] == [[1, 1, 1]] * 7
-
-
-def test_ways_differ_in_what_the_scheduler_does_by_itself(tmp_path):
-    model = str(tiny_model_dir(tmp_path / "model"))
-    changed = [set(vars(scheduling.make_scheduler(model, way, 3))) for way in scheduling.WAYS]
-    assert "update_from_output" not in changed[0]
-    assert "update_from_output" in changed[1] and "_preempt_request" not in changed[1]
-    assert "_preempt_request" in changed[2]

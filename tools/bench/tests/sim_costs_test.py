@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from sim.costs import fit, read_checked_run, read_run
+from sim.costs import fit, read_run
 from sim.model import Group, Layout, simulate
-from workloads.asynchronous import async_sim
 
 CONFIG = """[engine]
 vllm_num_engines = {cards}
@@ -160,42 +159,3 @@ def test_asynchronous_runs_stand_beside_their_predictions(bench, tmp_path, capsy
     assert '"run": "staleness4"' in capsys.readouterr().out
     _, report = bench("async_sim", *words, "--own_cards")
     assert report["costs"]["slowdown"] == 1.5
-
-
-@pytest.mark.parametrize(
-    ("steps", "flags", "message"),
-    [
-        ([], ["--own_cards"], "--own_cards needs --measured"),
-        (None, [], "there is no "),
-        (SPREAD[:5], [], "3 steps after the first 2"),
-        # Tokens differ, decode steps do not.
-        ([[Group(7, (number, 40))] * 4 for number in range(1, 13)], [], "40 to 40 decode steps"),
-    ],
-)
-def test_runs_that_tell_no_costs_are_refused(bench, tmp_path, capsys, steps, flags, message):
-    if steps is not None:
-        write_run(tmp_path, steps)
-    with pytest.raises(SystemExit):
-        bench("async_sim", "--from", str(tmp_path), *flags)
-    assert message in capsys.readouterr().err
-
-
-def test_runs_that_cannot_be_compared_are_refused(tmp_path):
-    short = write_run(tmp_path / "short", SPREAD[:2])
-    with pytest.raises(ValueError, match="has 2 steps; a comparison leaves out the first 2"):
-        read_checked_run(short)
-    folders = [write_run(tmp_path / str(slots), SPREAD, slots=slots) for slots in (64, 32)]
-    with pytest.raises(ValueError, match="64, 32 slots"):
-        read_run(*folders)
-
-
-def test_layouts_use_all_cards(bench, tmp_path):
-    for num_cards in (2, 8, 64):
-        found = async_sim.layouts(num_cards, Layout(), [1, 4])
-        assert found[0].shared and found[0].num_engines == num_cards
-        assert all(each.num_engines + each.num_trainers == num_cards for each in found[1:])
-        assert {each.max_staleness for each in found} == {0, 1, 4}
-        assert len(set(found)) == len(found) == 1 + 3 * min(num_cards - 1, 7)
-    words = ["--from", str(write_run(tmp_path / "run", SPREAD)), "--cards", "2", "4", "--steps", "5"]
-    _, report = bench("async_sim", *words, "--staleness", "2")
-    assert {cards: len(rows) for cards, rows in report["layouts"].items()} == {"2": 3, "4": 7}

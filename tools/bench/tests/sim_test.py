@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from sim.costs import decode_steps
 from sim.model import Costs, Group, Layout, simulate
 
 TEN = [Group(1, (10,))]
@@ -103,16 +102,6 @@ def test_training_that_begins_beside_generation_is_slower():
     assert seconds(TEN, 4, costs) == pytest.approx(60)  # nothing runs beside training
 
 
-def test_groups_go_to_the_engine_with_the_least_work():
-    # One slot each: 10 and 4 + 4 tokens.
-    groups = [Group(1, (10,)), Group(1, (4,)), Group(1, (4,))]
-    costs = Costs(decode_step_s=1.0)
-    assert seconds(groups[:2], costs=costs, num_engines=2, slots=1, batch_size=2) == pytest.approx(10)
-    assert seconds(groups, costs=costs, num_engines=1, slots=1, batch_size=3) == pytest.approx(18)
-    assert decode_steps(groups[:2], num_engines=1, slots=1) == pytest.approx(14)
-    assert decode_steps(groups[:2], num_engines=1, slots=2) == pytest.approx(10)
-
-
 def test_engine_equals_one_that_counts_token_by_token():
     rng = random.Random(1)
     for _ in range(20):
@@ -164,19 +153,3 @@ def test_more_staleness_is_never_slower_where_nothing_is_thrown_away():
         ]
         assert times == sorted(times, reverse=True)
         assert times[-1] < 0.8 * times[0]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"slots": 0}, {"max_staleness": -1}, {"shared": True, "max_staleness": 1}, {"shared": True, "slots": 0}]
-)
-def test_impossible_layouts_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"staleness|shared"):
-        Layout(**wrong)
-
-
-def test_work_that_cannot_be_simulated_is_refused():
-    for groups, num_steps in (([], 1), (TEN, 0), ([Group(1, (1,)), Group(1, (1, 1))], 1)):
-        with pytest.raises(ValueError, match="steps with"):
-            simulate(STEP, Layout(), groups, num_steps)
-    with pytest.raises(ValueError, match="must be > 0"):
-        replace(STEP, decode_step_s=0.0)

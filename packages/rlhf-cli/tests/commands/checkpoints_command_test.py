@@ -282,7 +282,6 @@ BASES = {
     ("role", "base", "status", "says"),
     [
         ("actor", "whole", 0, "would write the actor of"),
-        ("critic", "whole", 0, "would write the critic of"),
         ("reward", "classifier", 0, "would write the reward of"),
         ("actor", "absent", 2, "there is no model folder"),
         ("critic", "no weights", 2, "no weights has no weights"),
@@ -328,8 +327,6 @@ def test_dry_run_of_an_export_tries_adapters_and_does_not_ask_the_hub(tmp_path, 
         ("whole --export 6 --prune 1 --output_path o", r"--export and --prune are two tasks\n\nhint: export first"),
         ("broken", r"broken/config\.toml cannot be read: Expected .*\n\nhint: name the folder of a run"),
         ("latin", r"latin/config\.toml cannot be read: 'utf-8' codec .*\n\nhint: name the folder of a run"),
-        ("whole --prune 0", r"--prune is 0; it must be at least 1"),
-        ("whole extra", r"`extra` belongs to no flag\n\nhint"),
     ],
 )
 def test_bad_input_is_refused_with_a_hint(home, capsys, words, says):

@@ -23,21 +23,11 @@ def with_paths(command, argv):
     return paths.with_full_paths(main.command_line(command).parse(argv).config)
 
 
-def test_user_folder_without_bazel_is_the_current_one(tmp_path, monkeypatch):
-    monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert paths.user_path("x.jsonl") == tmp_path / "x.jsonl"
-
-
 def test_user_path_keeps_absolute_paths_and_expands_home(folder, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert paths.user_path("/data/x.jsonl") == Path("/data/x.jsonl")
     assert paths.user_path("~/x.jsonl") == Path("/home/me/x.jsonl")
     assert paths.user_path("x.jsonl") == folder / "x.jsonl"
-
-
-def test_source_names_resolves_data_files_that_are_not_there_yet_and_leaves_hub_names(folder):
-    assert paths.source_names("x.jsonl.gz, owner/name@subset") == f"{folder / 'x.jsonl.gz'},owner/name@subset"
 
 
 def test_builtin_names_stand_for_what_ships(folder):
@@ -111,12 +101,6 @@ def test_commands_of_rlhf_rollout_get_the_files_that_builtin_stands_for(folder, 
 def test_every_command_reads_its_configuration_from_the_users_folder(folder, name):
     (folder / "own.toml").write_text("")
     main.command_line(name).parse(["--config", "own.toml", "--dry_run"])
-
-
-def test_model_path_of_a_run_without_a_model_is_its_folder(folder):
-    (folder / "rm").mkdir()
-    (folder / "rm/config.toml").write_text("")
-    assert paths.model_path("rm") == str(folder / "rm")
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,6 @@ def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
     assert "--rollout_batch_size 16 is more than the 8 prompts: each is used 2.0 times per step" in notices
 
 
-def test_dry_run_says_which_share_is_left_out_if_it_is_most(folder, capsys):
-    long = {"question": "What is " + "1 + " * 40 + "1?", "answer": "41"}
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *[long] * 24]))
-    assert main([*flags(), "--dry_run"]) == 0
-    said = "most of the data, 75 %, is not used: 24 of 32 prompts are longer than --prompt_max_len and left out"
-    assert said in capsys.readouterr().err
-
-
 def test_dry_run_says_once_that_an_option_has_no_effect(folder, capsys):
     assert (
         main(
@@ -150,21 +142,6 @@ def test_what_cannot_work_is_refused_with_a_hint(folder, capsys, changes, says, 
     assert given and hint in given
 
 
-def test_malformed_row_is_named_by_file_and_line(folder, capsys):
-    with (folder / "prompts.jsonl").open("a") as file:
-        file.write('{"question": "unfinished\n')
-    message, hint = refused(capsys, flags())
-    assert f"{folder / 'prompts.jsonl'}:9: malformed JSON" in message
-    assert "one whole JSON object per line" in hint
-
-
-def test_empty_data_set_is_refused(folder, capsys):
-    (folder / "prompts.jsonl").write_text("\n")
-    message, hint = refused(capsys, flags())
-    assert "has no rows" in message
-    assert "one JSON object per line" in hint
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -206,26 +183,6 @@ def test_model_folder_without_weights_is_refused(folder, capsys, flag):
     assert f"the model folder {folder / 'model'} has no weights" in message
     assert hint
     assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["rlhf_packed", "rlhf_packed_4"])
-def test_attentions_for_packed_sequences_are_known(folder, capsys, name):
-    assert main([*flags(attn_implementation=name), "--packing_samples", "--share_prompts", "--dry_run"]) == 0
-    assert name in capsys.readouterr().out
-
-
-def test_chat_template_with_input_template_is_refused(folder, capsys):
-    message, hint = refused(capsys, [*flags(input_template="Q: {}"), "--apply_chat_template"])
-    assert "--input_template has no effect" in message
-    assert "--apply_chat_template or --input_template" in hint
-
-
-def test_folder_with_results_is_not_written_over(folder, capsys):
-    (folder / "out").mkdir()
-    (folder / "out" / "metrics.jsonl").write_text("{}\n")
-    message, hint = refused(capsys, flags(save_path="out"))
-    assert f"--save_path {folder / 'out'} is not an empty folder" in message
-    assert "name a new one" in hint
 
 
 def test_cluster_that_does_not_answer_is_named(folder, capsys, monkeypatch):

@@ -273,12 +273,6 @@ def test_old_logprobs_are_skipped_by_default_where_the_only_update_is_on_policy_
     assert says in line
 
 
-def test_make_job_models_that_are_not_there_need_no_places():
-    argv = ["--advantage_estimator", "group_norm", "--init_kl_coef", "0"]
-    argv += [word for role in ("critic", "ref") for word in (f"--{role}_num_nodes", "0")]
-    assert set(make(configure(*argv), MANY_GPUS).models) == {"actor"}
-
-
 OLD = ("old log-probs", "computed by the trainer before the first update of a step")
 STEP = ("step", "32 prompts x 4 samples = 128")
 TOKENS = ("tokens", "prompt 64 + response 32 = at most 96")
@@ -378,14 +372,6 @@ def test_describe_batches_says_how_far_generation_runs_ahead():
         config = configure("--rollout_batch_size", "32", "--async_train", *argv)
         text = describe_batches(config, make_plan(config, [CPU]), 100)
         assert (says in text, "ahead" in text) == (is_ahead, is_ahead)
-
-
-def test_make_plan_apart_uses_each_roles_own_gpus():
-    argv = ["--actor_num_gpus_per_node", "2", "--critic_num_nodes", "2", "--vllm_num_engines", "2"]
-    plan = make_plan(configure(*argv), [5, 2])
-    assert [place.node for place in plan.trainers_of("critic").places] == [0, 1]
-    assert {group.name: group.num_ranks for group in plan.trainers} == {"actor": 2, "critic": 2, "reference": 1}
-    assert plan.engines.num_ranks == 2
 
 
 @pytest.mark.parametrize(

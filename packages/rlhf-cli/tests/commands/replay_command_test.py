@@ -124,13 +124,6 @@ def test_replay_has_a_teacher_for_each_recorded_source_and_no_other(home, jobs, 
     assert job.teachers == {'größe".jsonl': "teacher"}
 
 
-def test_replay_checks_the_model_for_the_load_balancing_loss(home, jobs, capsys):
-    write_run(home / "run")
-    assert main(["ppo", "--replay", "run", "--aux_loss_coef", "0.1"]) != 0
-    assert "--aux_loss_coef balances experts, and a qwen2 model has none" in capsys.readouterr().err
-    assert not jobs
-
-
 @pytest.mark.parametrize(
     ("flags", "engines"),
     [([], 0), (["--async_train"], 3), (["--async_train", "--max_staleness", "0"], 0), (["--max_staleness", "2"], 0)],
@@ -283,12 +276,6 @@ def test_what_cannot_be_repeated_is_refused_with_a_hint(case, home, jobs, capsys
     said = capsys.readouterr().err
     assert message in said[said.index("error: ") :] and hint in said
     assert not jobs
-
-
-def test_dry_run_shows_the_options_and_starts_nothing(home, jobs, capsys):
-    write_run(home / "run")
-    assert main(["replay", "run", "--step", "2", "--dry_run"]) == 0
-    assert "step = 2" in capsys.readouterr().out and not jobs
 
 
 def test_checkpoint_of_the_step_itself_and_later_ones_are_not_what_it_starts_from(tmp_path):

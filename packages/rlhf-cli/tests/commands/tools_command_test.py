@@ -28,14 +28,6 @@ def test_generate_writes_data_for_sft_with_the_model_that_ships(tmp_path, capsys
     assert all(row["input"] and row["output"] and row["finish_reason"] in ("stop", "length") for row in rows)
 
 
-def test_chat_talks_with_the_model_that_ships(monkeypatch, capsys):
-    typed = iter(["1 + 1 =", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda mark: next(typed))
-    more = ["--generate_max_len", "3", "--temperature", "0"]
-    assert main(["chat", "--engine", "transformers", "--pretrain", BUILTIN, *more]) == 0
-    assert capsys.readouterr().out.strip()
-
-
 def test_lora_combiner_writes_the_model_with_its_adapter(tmp_path, capsys, monkeypatch):
     base = tiny_model_dir(tmp_path / "base")
     model = load_actor(base, dtype="float32")
@@ -95,7 +87,6 @@ def test_lora_combiner_of_a_reward_model_keeps_the_head_of_the_adapter(tmp_path)
         ([], "--model_path is missing"),
         (["--model_path", "x", "--lora_path", "y"], "--output_path is missing"),
         (["--model_path", str(MODEL_DIR), "--lora_path", "nowhere", "--output_path", "OUT"], "there is no adapter in"),
-        (["--modl_path", "y"], "did you mean `--model_path`?"),
     ],
 )
 def test_lora_combiner_bad_input_is_refused(tmp_path, capsys, words, says):

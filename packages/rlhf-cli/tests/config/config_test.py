@@ -13,7 +13,6 @@ from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine, Parsed, read_toml, to_toml
 from rlhf_data.options.declare import options
 from rlhf_data.options.exits import with_flags
-from rlhf_train.algorithms.table import ALGORITHMS
 
 GIVEN = "--pretrain m --prompt_data p.jsonl --remote_rm_url r.py"
 
@@ -80,16 +79,6 @@ def test_to_toml_says_where_a_value_comes_from(tmp_path):
     assert ppo("--config", str(file)).config == parsed.config
 
 
-def test_to_toml_read_back_gives_the_same_configuration(tmp_path):
-    argv = ["--value_clip", "None", "--eps_clip_low_high", "0.1", "0.3", "--input_template", 'Q: "{}"\nA: \\']
-    argv += ["--apply_chat_template", "false", "--lambd", "0.95"]
-    config = ppo(*argv).config
-    assert config.algorithm.value_clip is None
-    file = tmp_path / "run.toml"
-    file.write_text(to_toml(config), encoding="utf-8")
-    assert ppo("--config", str(file)).config == config
-
-
 @pytest.mark.parametrize("typed", [r"Q: {}\nA: ", "Q: {}\nA: "])
 def test_template_typed_in_a_shell_has_newlines_and_keeps_them(tmp_path, typed):
     config = ppo("--input_template", typed).config
@@ -121,11 +110,6 @@ def test_options_every_name_is_one_flag_with_a_description():
         assert all(option.info.description for option in found)
 
 
-def test_options_estimators_are_those_of_the_table():
-    estimator = next(option for option in options(PpoConfig) if option.name == "advantage_estimator")
-    assert estimator.choices == tuple(ALGORITHMS)
-
-
 def test_help_lists_every_flag_with_its_default():
     text = CommandLine(config=PpoConfig, prog="rlhf ppo").parser().format_help()
     assert all(f"--{option.name}" in text for option in options(PpoConfig))
@@ -149,18 +133,12 @@ def test_parse_flag_values_are_typed():
     assert (config.rollout.top_k, config.model.critic_pretrain, config.algorithm.gamma) == (-1, None, 0.5)
 
 
-def test_parse_alias_sets_the_same_field():
-    assert ppo("--eval_dataset", "x.jsonl").config.data.eval_data == "x.jsonl"
-
-
 @pytest.mark.parametrize(
     ("argv", "message", "hint"),
     [
         ("--pretrian x", "unknown flag `--pretrian`", "did you mean `--pretrain`?"),
         ("--actor-learning-rate=1", "unknown flag `--actor-learning-rate`", "did you mean `--actor_learning_rate`?"),
-        ("--rollout_batch 8", "unknown flag `--rollout_batch`", "did you mean"),  # no abbreviations
         ("--use_zpg_now", "unknown flag `--use_zpg_now`", "`rlhf ppo --help` lists the flags"),
-        ("--actor_lr 1", "unknown flag `--actor_lr`", "did you mean `--actor_learning_rate`?"),
         (
             "--ref_nodes 1 --zzz=k --pretrian m --ref_nodes 2",
             "unknown flags `--ref_nodes`, `--zzz`, `--pretrian`",
@@ -196,22 +174,17 @@ def test_parse_flag_that_resembles_no_other_gets_no_guess(flag):
     ("argv", "message"),
     [
         ("--rollout_batch_size many", "--rollout_batch_size is many; it must be a whole number"),
-        ("--rollout_batch_size 1.5", "--rollout_batch_size is 1.5; it must be a whole number"),
         ("--rollout_batch_size 0", "--rollout_batch_size is 0; it must be at least 1"),
-        ("--gamma 2", "--gamma is 2; it must be at most 1.0"),
         (
             "--temperature 0 --n_samples_per_prompt 1 --train_batch_size 32 --advantage_estimator reinforce",
             "--temperature is 0; it must be above 0 for training",
         ),
-        ("--lambd nan", "--lambd is nan; it must be a finite number"),
         ("--bf16 maybe", "--bf16 is maybe; it must be true or false"),
-        ("--zero_stage 4", "--zero_stage is 4; it must be at most 3"),
         (
             "--adam_betas 0.9 1.5",
             "--adam_betas is (0.9, 1.5); each must be at least 0 and below 1\n\nhint: use --adam_betas 0.9 0.95, for",
         ),
         ("--value_clip 0", "must be above 0.0\n\nhint: --value_clip 0.5 is the default; `rlhf ppo --help` says"),
-        ("--top_k 0", "--top_k is 0"),
         ("--stop END ''", "--stop: a text that ends responses must not be empty"),
         ("--stop END --agent_func_path a.py", "--stop ends responses of single turns, and an agent says"),
         ("--eps_clip_low_high 1.5 0.2", "--eps_clip_low_high is 1.5; it must be below 1"),
@@ -268,12 +241,6 @@ def test_read_toml_unknown_name_fails_with_the_nearest(tmp_path, content, messag
     text = failure("--config", str(file))
     assert message in text
     assert hint in text
-
-
-def test_read_toml_wrong_type_is_an_error_in_terms_of_the_flag(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text('[rollout]\nrollout_batch_size = "many"\n')
-    assert "--rollout_batch_size is many; it must be a whole number" in failure("--config", str(file))
 
 
 def test_read_toml_missing_or_broken_file_is_named(tmp_path):

@@ -12,7 +12,6 @@ from rlhf_cli.commands.offline import _prepare
 from rlhf_cli.config.output import OutputSection
 from rlhf_cli.console.views import Console
 from rlhf_cli.preflight.launcher import Launch
-from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import options
 from rlhf_data.own_code import TrustedModel
@@ -60,7 +59,6 @@ REACHES = [
         2,
     ),
     ("sft", "expert_parallel_size", "2", "--pretrain MOE", "model.expert_parallel_size", 2),
-    ("dpo", "expert_parallel_size", "2", "--pretrain MOE --ref_pretrain MOE", "reference.expert_parallel_size", 2),
     ("sft", "torch_compile", "off", "", "model.torch_compile", "off"),
     ("dpo", "torch_compile", "on", "--ref_pretrain OTHER", "reference.torch_compile", "on"),
     ("sft", "aux_loss_coef", "0.01", "--pretrain MOE", "model.aux_loss_coef", 0.01),
@@ -71,9 +69,7 @@ REACHES = [
     ("sft", "target_modules", "q_proj,v_proj", LORA, "model.lora.target_modules", ("q_proj", "v_proj")),
     ("sft", "load_in_4bit", "", LORA, "model.lora.load_in_4bit", True),
     ("dpo", "ref_pretrain", "OTHER", "", "reference.path", "OTHER"),
-    ("kto", "ref_pretrain", "OTHER", "--bf16", "reference.dtype", "bfloat16"),
     ("dpo", "precompute_reference", "", "", "precompute_reference", True),
-    ("kto", "precompute_reference", "", "", "precompute_reference", True),
     ("kd", "teacher_model", "OTHER", "", "reference.path", "OTHER"),
     ("sft", "dataset", "x.jsonl,x.jsonl", "", "count", 8),
     ("sft", "dataset_probs", "1,99", "--dataset x.jsonl,x.jsonl --max_samples 1", "repeats", True),
@@ -159,7 +155,6 @@ REACHES = [
     ("sft", "load_checkpoint", "", "--save_path r", "checkpoints.resume", True),
     ("sft", "resume", "r", "", "checkpoints.resume", True),
     ("dpo", "loss_type", "orpo", "", "objective.loss_type", "orpo"),
-    ("dpo", "ipo", "", "", "objective.loss_type", "ipo"),
     ("dpo", "beta", "0.5", "", "objective.beta", 0.5),
     ("dpo", "label_smoothing", "0.2", "", "objective.label_smoothing", 0.2),
     ("dpo", "nll_loss_coef", "0.2", "", "objective.nll_loss_coef", 0.2),
@@ -234,19 +229,6 @@ def test_flag_reaches_its_part_of_the_job(folder, monkeypatch, command, flag, wo
     assert part_of(folder, job, tokenizer, part) == expected
 
 
-@pytest.mark.parametrize("flags", [[], ["--tools_key", "tools", "--tokenizer_chat_template", "tools.jinja"]])
-def test_tools_that_no_option_names_are_a_notice(folder, monkeypatch, flags):
-    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
-    argv = ["--pretrain", "TINY", "--dataset", "x.jsonl", "--max_len", "64", "--apply_chat_template", *flags]
-    console, said = Console(), []
-    monkeypatch.setattr(console, "notice", said.append)
-    _prepare(
-        COMMANDS["sft"], CommandLine(config=COMMANDS["sft"].config, prog="").parse(argv).config, Path("/out"), console
-    )
-    told = [notice for notice in said if "has `tools`, which the chat template does not get" in notice]
-    assert len(told) == (not flags)
-
-
 def test_rows_of_math_shepherd_become_steps(folder, monkeypatch):
     monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
     row = {"input": "2+2? Step 1: 4. ки\nStep 2: 5. ки", "label": "2+2? Step 1: 4. +\nStep 2: 5. -", "task": "MATH"}
@@ -260,15 +242,6 @@ def test_rows_of_math_shepherd_become_steps(folder, monkeypatch):
     [example] = job.examples
     assert tokenizer.decode(example.token_ids) == row["input"].replace("ки", "<|endoftext|>")
     assert example.labels.tolist() == [1.0, 0.0]
-
-
-def test_model_whose_heads_processes_cannot_divide_is_refused(folder, monkeypatch):
-    monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(folder))
-    monkeypatch.setattr(offline, "launch", lambda: Launch(num_ranks=2))
-    argv = ["--pretrain", "TINY", "--dataset", "x.jsonl", "--max_len", "64", "--ds_tensor_parallel_size", "2"]
-    config = CommandLine(config=COMMANDS["sft"].config, prog="").parse(argv).config
-    with pytest.raises(ConfigError, match="size=2`` must divide the model's num_key_value_heads, which is 1"):
-        _prepare(COMMANDS["sft"], config, Path("/out"), Console())
 
 
 def test_every_flag_of_every_command_is_tested():

@@ -8,8 +8,6 @@ from rlhf_cli.presets import PRESETS
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine, Parsed
 
-GIVEN = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--remote_rm_url", "r.py")
-
 
 def ppo(*argv: str) -> Parsed[PpoConfig]:
     return CommandLine(config=PpoConfig, prog="rlhf ppo", recipe=lowest_layer, presets=PRESETS).parse(argv)
@@ -66,14 +64,6 @@ def test_preset_mis_po_leaves_tokens_and_responses_out_and_weighs_none():
     assert (found.reject, found.reject_low, found.reject_high) == ("geometric", 0.996, 1.001)
 
 
-def test_preset_grpo_estimates_the_kl_by_k3():
-    assert ppo("--preset", "grpo").config.algorithm.kl_estimator == "k3"
-
-
-def test_preset_leaves_batch_sizes_alone():
-    assert ppo("--preset", "dapo", *GIVEN, "--n_samples_per_prompt", "16").config.rollout.rollout_batch_size == 1024
-
-
 def test_preset_is_below_the_file_and_the_file_below_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[algorithm]\nloss_agg_mode = "seq-mean-token-mean"\nclip_eps_high = 0.5\n')
@@ -110,9 +100,3 @@ def test_preset_unknown_name_fails_with_the_nearest():
         ppo("--preset", "dappo")
     message = "--preset: unknown value `dappo`; known: cispo, dapo, dr_grpo, grpo, gspo, mis_po"
     assert str(caught.value) == f"{message}\n\nhint: did you mean `dapo`?"
-
-
-def test_preset_is_a_flag_only_where_there_are_presets():
-    with_presets = CommandLine(config=PpoConfig, prog="p", presets=PRESETS).parser()
-    assert "--preset {cispo,dapo,dr_grpo,grpo,gspo,mis_po}" in with_presets.format_help()
-    assert "--preset {" not in CommandLine(config=PpoConfig, prog="p").parser().format_help()

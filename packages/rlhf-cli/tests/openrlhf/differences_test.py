@@ -15,11 +15,6 @@ def said(*argv: str, line=COMMAND_LINE, given=GIVEN) -> list[str]:
     return [notice.removeprefix(START) for notice in notices if notice.startswith(START)]
 
 
-def test_nothing_is_said_without_a_flag_of_openrlhf():
-    argv = [*GIVEN, "--advantage_estimator", "group_norm", "--reward_clip_range", "5", "--dynamic_filtering"]
-    assert not [notice for notice in COMMAND_LINE.parse(argv).notices if "OpenRLHF" in notice]
-
-
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline"])
 def test_nothing_is_said_where_the_meaning_is_the_same(estimator):
     assert said("--advantage_estimator", estimator) == []
@@ -105,11 +100,6 @@ def test_flag_in_use_is_explained(argv, words):
 def test_what_was_set_to_their_meaning_is_said_no_more(argv):
     gone = ("uses 1 for", "0.5 5", "reward_range 0 1", "default is 4", "OpenRLHF never")
     assert not [sentence for sentence in said(*argv) if any(words in sentence for words in gone)]
-
-
-def test_float32_is_said_once():
-    notices = COMMAND_LINE.parse([*GIVEN, "--openrlhf"]).notices
-    assert len([notice for notice in notices if "newest default is bfloat16: --bf16" in notice]) == 1
 
 
 def test_offline_commands_say_when_they_evaluate():

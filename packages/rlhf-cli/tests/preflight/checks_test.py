@@ -34,7 +34,6 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--pretrain m --prompt_data p.jsonl", "--remote_rm_url is missing", "reward_func(queries, prompts, labels)"),
         # 32 x 4 = 128 samples; of the divisors of 128, 32 is the largest that is not above 48.
         ("--train_batch_size 48", "does not divide the 128 samples of a step", "use --train_batch_size 32"),
-        ("--train_batch_size 256", "--train_batch_size is 256", "use --train_batch_size 128"),
         ("--use_kl_loss --init_kl_coef 0", "the coefficient of the KL is 0", "set --init_kl_coef above 0"),
         (
             "--top_p 0.9 --old_logprobs rollout",
@@ -57,7 +56,6 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "use --top_k -1 --repetition_penalty 1; or",
         ),
         ("--repetition_penalty 0.9 --async_train", "--old_logprobs rollout compares", "--repetition_penalty 1"),
-        ("--top_p 0.9 --async_train", "--old_logprobs rollout compares", "or --old_logprobs recompute"),
         ("--eval_temperature 0 --eval_n_samples_per_prompt 2", "greedy responses are all the same", "use 1"),
         # sleep
         *(
@@ -67,9 +65,6 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # the policy loss
         ("--clip_eps_low 0.1 --eps_clip 0.1", "--eps_clip and --clip_eps_low set the same", "give one"),
         ("--eps_clip_low_high 0.1 0.2 --clip_eps_high 0.1", "--clip_eps_high set the same", "give one"),
-        ("--dual_clip 3 --policy_loss_type gspo", "--dual_clip 3 belongs to the PPO loss", "drop --dual_cl"),
-        ("--eps_clip_low_high 1.2 0.1", "--eps_clip_low_high is 1.2; it must be below 1", "ppo --help` says"),
-        ("--eps_clip_low_high 0.1 -1", "--eps_clip_low_high is -1; it must be at least 0", "ppo --help` says"),
         (
             f"--old_logprobs skip {ONE_UPDATE}",
             "leaves nothing to compute the reward's KL penalty from",
@@ -101,24 +96,18 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "--is_correction_level off --is_reject off",
         ),
         ("--vllm_quantization fp8", "--vllm_quantization fp8 rounds bfloat16 weights", "add --bf16"),
-        ("--is_correction_threshold 2 1", "--is_correction_threshold is 2 1", "LOW before HIGH"),
         ("--is_correction_threshold -1 3", "--is_correction_threshold is -1 3", "LOW before HIGH"),
         # rewards
         ("--remote_rm_url None", "--remote_rm_url is missing", "or --reward_pretrain MODEL"),
         ("--reward_weights 1,2", "2 weights for 1 rewards", "give one weight per reward"),
         ("--reward_weights much", "--reward_weights is much; it must be numbers", ""),
         ("--reward_weights -1,1", "--reward_weights: `-1,1` begins with `-`", "write --reward_weights=-1,1"),
-        ("--reward_weights inf", "--reward_weights is inf; it must be numbers", ""),
         ("--reward_by_turn --running_reward_norm", "and --reward_by_turn gives several", "drop one of them"),
         ("--reward_clip_range 1 1", "--reward_clip_range is 1 1", "LOW before HIGH"),
-        ("--reward_clip_range 1 2 3", "--reward_clip_range is 1 2 3; it must be 2 numbers", ""),
         ("--reward_clip_range -10", "--reward_clip_range: -10 is one number, which must be above 0", "LOW HIGH"),
         ("--reward_clip_range 0", "--reward_clip_range: 0 is one number", "LOW HIGH"),
-        ("--reward_clip_range nan", "--reward_clip_range: nan is one number", "LOW HIGH"),
-        ("--reward_clip_range wide", "--reward_clip_range is wide; it must be a number", ""),
         ("--overlong_buffer_len 33", "is 33 of the 32 tokens", "give 1 to 32 tokens"),
         ("--overlong_buffer_len 0.01", "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
-        ("--stop_properly_penalty_coef 1.5", "it must be at most 1", ""),
         (PAIRWISE, "--judge_url is missing: a judge scores", "give --judge_url https://HOST/v1 and --judge_model NAME"),
         ("--reward_normalize each", "there are 1 rewards and 4 responses per prompt", "give several rewards"),
         (
@@ -153,7 +142,6 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "or --entropy_target needs log-probs",
             "recompute, or rollout",
         ),
-        ("--top_entropy_quantile 1", "--top_entropy_quantile is 1; it must be below 1", ""),
         ("--clip_cov 0.1 5 1", "and LOW below HIGH are needed", "verl uses"),
         (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),
         (f"{GRPO} {BY_TURN} --gamma 0.9", "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
@@ -217,13 +205,9 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--remote_rm_url None --teacher_model ema --enable_ema", "ema begins as the policy", "add --remote_rm_url"),
         ("--reward_weights 0 --teacher_model ema --enable_ema", "ema begins as the policy", "a weight that is not 0"),
         ("--reward_weights 0", "--reward_weights are 0, and without --teacher_model", "give a reward another weight"),
-        (f"{TAUGHT} --teacher_top_k 0", "--teacher_top_k is 0; it must be at least 1", ""),
-        (f"--teacher_coef 0 {TAUGHT}", "--teacher_coef is 0; it must be above 0", ""),
         # training, evaluation, placement
         (f"{GRPO} --freezing_actor_steps 3", "GRPO (group_norm) has none", "--advantage_estimator gae"),
-        ("--ema_beta 1 --enable_ema", "--ema_beta is 1; it must be below 1", ""),
         ("--eval_data None --best_metric_key eval/pass@1", "--eval_data is missing", "add --eval_data FILE.jsonl"),
-        ("--ref_num_nodes -1", "--ref_num_nodes is -1; it must be at least 0", ""),
     ],
 )
 def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint):
@@ -240,11 +224,9 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--policy_loss_type gspo", "--policy_loss_type gspo clips the ratio to 1 - 0.0003 and 1 + 0.0004"),
         ("--policy_loss_type gspo --eps_clip 0.2", "--policy_loss_type gspo: the mean ratio of a response"),
         ("--policy_loss_type cispo", "--policy_loss_type cispo: --clip_eps_high is 0.2; its paper tunes it"),
-        ("--policy_loss_type cispo --clip_eps_low 0.5", "--policy_loss_type cispo: --clip_eps_high is 0.2"),
         ("--policy_loss_type sapo --eps_clip 0.1", "--eps_clip has no effect: --policy_loss_type sapo does not clip"),
         ("--sapo_tau 1 2", "--sapo_tau has no effect: --policy_loss_type ppo has no gate"),
         ("--log_ratio_coef 1", "--log_ratio_coef has no effect: --policy_loss_type ppo has no squared log ratio"),
-        ("--policy_loss_type reinforce --eps_clip 0.1", "--eps_clip has no effect: --policy_loss_type reinf"),
         (
             "--policy_loss_type reinforce",
             "--policy_loss_type reinforce does not use the policy ratio, so nothing corrects for samples of an older",
@@ -265,18 +247,12 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         (f"{TAUGHT} --teacher_top_k 9 --jsd_beta 0.1", "--jsd_beta has no effect: --kd_divergence is reverse_kl"),
         ("--teacher_num_nodes 2", "--teacher_num_nodes has no effect: there is no --teacher_model"),
         (
-            "--teacher_model ema --enable_ema --teacher_num_nodes 2",
-            "--teacher_num_nodes has no effect: --teacher",
-        ),
-        (
             "--init_kl_coef 0 --teacher_model ema --enable_ema --ref_reward_offload",
             "--ref_reward_offload has no effect: all models of this run are trained",
         ),
         (f"{TAUGHT} --running_reward_norm", "--running_reward_norm has no effect: there is no reward, only --teacher"),
         (TAUGHT, "PPO (gae) trains a critic, and without a reward it has nothing to predict but penalties"),
         (f"{GRPO} --bootstrap_truncated", "--bootstrap_truncated has no effect: GRPO (group_norm) has no critic"),
-        (f"{GRPO} --save_value_network", "--save_value_network has no effect: GRPO (group_norm) has no critic"),
-        (f"{GRPO} --critic_pretrain m", "--critic_pretrain has no effect: GRPO (group_norm) has no critic"),
         (
             "--old_logprobs rollout --is_correction_level token --is_correction_mode mask",
             "--old_logprobs rollout saves no forward pass with --is_correction_level token",
@@ -380,7 +356,6 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
             "--best_metric_key can only choose between the first and the last evaluation",
         ),
         ("--best_metric_key eval/truncated", "--best_metric_key eval/truncated keeps the highest value"),
-        ("--best_metric_key eval/a/response_tokens", "--best_metric_key eval/a/response_tokens keeps the highest"),
         ("--reward_num_nodes 2", "--reward_num_nodes has no effect: there is no --reward_pretrain"),
         ("--colocate_critic_reward", "--colocate_critic_reward has no effect: there is no --reward_pretrain"),
         (
@@ -401,12 +376,9 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--eval_data None --eval_steps 5", "--eval_steps has no effect: there is no --eval_data"),
         ("--colocate_all_models --colocate_actor_ref", "--colocate_actor_ref has no effect"),
         ("--vllm_enable_sleep", "--vllm_enable_sleep has no effect: --colocate_all_models is off, so"),
-        ("--deepspeed_enable_sleep", "--deepspeed_enable_sleep has no effect: --colocate_all_models is off, so"),
         ("--top_p 0.9", "--top_p 0.9 samples from a part of the distribution"),
-        ("--min_p 0.1", "--min_p 0.1 samples from a part of the distribution, and the trainer's log-probs"),
         ("--repetition_penalty 1.1", "--repetition_penalty 1.1 samples from a changed distribution"),
         ("--init_kl_coef 0 --ref_reward_offload", "--ref_reward_offload has no effect: all models of this run"),
-        ("--lora_rank 2 --ref_reward_offload", "--ref_reward_offload has no effect: all models of this run"),
     ],
 )
 def test_check_ppo_what_has_no_effect_is_a_notice(argv, notice):

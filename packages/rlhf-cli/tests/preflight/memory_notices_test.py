@@ -110,15 +110,6 @@ def test_two_gpus_two_engines_on_each_and_reward_models(gpu, model, tmp_path, ca
     assert "of 79.6, fits" in last
 
 
-def test_models_apart_do_not_sleep(gpu, model, tmp_path, capsys):
-    gpu("echo 143771\necho 143771", "0,1")
-    words = [word for word in flags(tmp_path, model) if word != "--colocate_all_models"]
-    table, said = dry_run(capsys, *words)
-    # Weights go through host memory: no bucket is on the GPU.
-    assert "sync bucket" not in table[0] and table[2].startswith("  fullest GPU     2.3 of 140.4, fits")
-    assert "in turn" not in table[2] and said == []
-
-
 def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, capsys):
     gpu("exit 1", devices="")
     table, said = dry_run(capsys, *flags(tmp_path, model, *TURNS), "--plan_gpus", "1")
@@ -199,16 +190,6 @@ def test_dry_run_plans_for_gpus_of_another_size(gpu, model, tmp_path, capsys):
     assert len(said) == 1 and "need 4.6 of 4.0 GiB, and 4.3 if" in said[0]
     gpu("echo 143771")  # the machine's own GPU does not count
     assert "of 4.0, does not fit" in dry_run(capsys, *words, "--plan_gpu_memory", "4")[0][2]
-
-
-def test_run_gives_the_same_notice_and_starts(gpu, model, tmp_path, capsys):
-    gpu("echo 143771")
-    with pytest.raises(Started):
-        main(flags(tmp_path, model, *TURNS, "--save_path", str(tmp_path / "out")))
-    printed = capsys.readouterr()
-    (said,) = notices(printed.out + printed.err)
-    assert "without --vllm_enable_sleep and --deepspeed_enable_sleep" in said
-    assert "memory per process" not in printed.out
 
 
 def test_passes_are_as_large_as_the_flags_allow(gpu, model, tmp_path, monkeypatch):

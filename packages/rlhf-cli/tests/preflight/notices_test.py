@@ -6,7 +6,6 @@ import pytest
 
 from rlhf_cli.commands.ppo import lowest_layer
 from rlhf_cli.config.ppo import PpoConfig
-from rlhf_cli.preflight.devices import on_cpu
 from rlhf_data.options.command_line import CommandLine, Parsed
 from rlhf_train.algorithms.table import ALGORITHMS
 
@@ -67,12 +66,6 @@ def test_check_ppo_reward_model_options_have_effect_with_one(argv, text):
     assert notices_with(text, *["--remote_rm_url", "None", "--reward_pretrain", "m"], *argv.split()) == []
 
 
-def test_check_ppo_mask_of_stale_tokens_has_an_effect_on_recorded_rollouts(tmp_path):
-    (tmp_path / "config.toml").write_text("", encoding="utf-8")
-    argv = ["--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--mask_stale", "1"]
-    assert notices_with("mask_stale", "--replay", str(tmp_path), *argv) == []
-
-
 def test_recorded_rollouts_of_a_quantized_engine_are_corrected_as_in_their_run(tmp_path):
     argv = ("--pretrain", "builtin", "--prompt_data", "builtin", "--remote_rm_url", "r.py", "--replay", str(tmp_path))
     (tmp_path / "config.toml").write_text('[engine]\nvllm_quantization = "fp8"\n[model]\nbf16 = true\n')
@@ -86,12 +79,6 @@ def test_check_ppo_option_without_effect_for_two_reasons_is_one_notice():
     argv = ["--colocate_actor_ref", "--init_kl_coef", "0", "--colocate_all_models"]
     (notice,) = [notice for notice in ppo(*argv).notices if notice.startswith("--colocate_actor_ref")]
     assert notice == "--colocate_actor_ref has no effect: --init_kl_coef is 0, so there is no reference model"
-
-
-def test_on_cpu_colocation_of_reward_models_has_no_effect():
-    assert on_cpu({"colocate_critic_reward"}) == [
-        "--colocate_critic_reward has no effect: there is no GPU, everything shares the CPU"
-    ]
 
 
 @pytest.mark.parametrize(

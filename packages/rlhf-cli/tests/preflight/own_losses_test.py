@@ -68,18 +68,6 @@ def test_files_take_the_place_of_estimator_critic_and_policy_loss(tmp_path):
     assert (spec.objective.reduction, spec.objective.entropy_coef) == ("seq_mean_token_sum", 0.1)
 
 
-def test_run_gets_what_was_checked_though_the_file_changes_after_the_check():
-    config = COMMAND_LINE.parse(BOTH.split()).config
-    check_own_losses(config.own_code, Path("run"))
-    Path("loss.py").write_text(LOSS + "# another\n")
-    assert config.objective.own_policy_loss.source == LOSS
-
-
-def test_files_take_the_place_of_what_a_preset_says():
-    spec = COMMAND_LINE.parse(["--preset", "dapo", *BOTH.split()]).config.objective
-    assert len(spec.own_code) == 2 and spec.objective.clip_high == 0.2
-
-
 @pytest.mark.parametrize(
     "flag",
     [

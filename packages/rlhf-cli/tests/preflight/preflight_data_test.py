@@ -61,24 +61,6 @@ def test_check_inputs_each_source_has_a_teacher_and_each_teacher_a_source(check,
     assert text.startswith(f"--teacher_model {folder / 'absent'}: ")
 
 
-def test_check_inputs_prompt_split_reaches_the_data_set(check, folder):
-    from datasets import Dataset, DatasetDict
-
-    splits = {name: Dataset.from_list([{"input": f"{name}?"}]) for name in ("train", "test")}
-    DatasetDict(splits).save_to_disk(str(folder / "split"))
-    argv = ["--prompt_data", "split", "--rollout_batch_size", "2", "--prompt_split", "test"]
-    assert [prompt.text for prompt in check(*argv).prompts] == ["test?"]
-
-
-def test_check_inputs_bad_rows_are_refused_or_left_out(check, refused, folder):
-    with (folder / "prompts.jsonl").open("a") as file:
-        file.write('{"input": ""}\n')
-    text = refused()
-    assert "1 of 3 rows cannot be used" in text
-    assert "prompts.jsonl:3: `input` is empty" in text
-    assert len(check("--skip_bad_rows").prompts) == 2
-
-
 def test_check_inputs_held_out_prompts_are_told_apart_by_file(check):
     found = check("--eval_data", "math.jsonl,code.jsonl")
     assert [prompt.source for prompt in found.eval_prompts] == ["math", "math", "code", "code"]
@@ -107,8 +89,6 @@ def test_check_inputs_sources_whose_metrics_would_have_one_name_are_refused(refu
     ("flags", "file"),
     [
         ("--input_key sets", "prompts"),
-        ("--label_key sets", "prompts"),
-        ("--extra_keys sets", "prompts"),
         ("--source_key sets --eval_data math.jsonl", "math"),
         ("--extra_keys sets --prompt_data whole.jsonl --eval_data math.jsonl", "math"),
     ],
@@ -154,8 +134,6 @@ def test_metric_names_are_those_of_an_evaluation(sources):
     ("name", "hint"),
     [
         ("eval/acuracy", "eval/accuracy"),
-        ("eval/scores", "eval/score"),
-        ("eval/response_token", "eval/response_tokens"),
         ("eval/pass@4", "eval/pass@"),
         ("pass@1", "eval/pass@1"),
         ("eval/maths/pass@1", "eval/math/pass@1"),

@@ -55,16 +55,6 @@ def test_check_inputs_server_that_is_busy_is_a_notice(check, server):
     assert "503" in notice
 
 
-def test_check_inputs_one_of_several_rewards_is_named(check, folder):
-    (folder / "broken.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('no luck')\n")
-    (notice,) = check("--remote_rm_url", "reward.py,broken.py").notices
-    assert notice.startswith("the reward function broken failed on the first prompts, and the run goes on: ")
-
-
-def test_check_inputs_url_that_is_none_is_refused_before_the_model_is_read(refused):
-    assert "ftp://host" in refused("--remote_rm_url", "ftp://host/x", "--pretrain", "./absent")
-
-
 def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_first(check, models):
     argv = ["--remote_rm_url", "None", "--reward_pretrain", f"{models / 'judge'},{models / 'second'}"]
     found = check(*argv)
@@ -114,16 +104,6 @@ def test_check_inputs_model_that_reads_other_tokens_is_refused(refused, models, 
     assert text.startswith(f"--{flag}: the vocabulary of {models / 'judge'} differs from the policy's")
 
 
-def test_check_inputs_critic_with_a_head_of_two_labels_is_refused(refused, folder, models):
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    shutil.copytree(models / "policy", folder / "two")
-    config = AutoConfig.from_pretrained(folder / "two", num_labels=2)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "two")
-    text = refused("--advantage_estimator", "gae", "--critic_pretrain", "two")
-    assert text.startswith(f"--critic_pretrain: the head score.weight of the model {folder / 'two'} has the shape [2, ")
-
-
 @pytest.mark.parametrize("flag", ["pretrain", "critic_pretrain"])
 def test_check_inputs_critic_with_a_head_of_an_unknown_name_is_refused(refused, folder, models, flag):
     import torch
@@ -133,17 +113,6 @@ def test_check_inputs_critic_with_a_head_of_an_unknown_name_is_refused(refused, 
     save_file(load_file(file) | {"critic.weight": torch.ones(1, 64)}, file, {"format": "pt"})
     text = refused("--advantage_estimator", "gae", f"--{flag}", "own")
     assert text.startswith(f"--{flag}: the model {folder / 'own'} has the weight critic.weight of shape [1, 64]")
-
-
-def test_check_inputs_reward_model_is_not_concerned_by_the_attention_of_the_policy(check, folder, models):
-    from transformers import AutoModelForSequenceClassification, Gemma2Config
-
-    shutil.copytree(models / "judge", folder / "capped")
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = Gemma2Config(**sizes, num_key_value_heads=1, head_dim=32, vocab_size=512, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "capped")
-    argv = ["--remote_rm_url", "None", "--reward_pretrain", "capped", "--attn_implementation", "sdpa"]
-    check(*argv, "--advantage_estimator", "group_norm", "--n_samples_per_prompt", "2")
 
 
 def test_check_inputs_teacher_is_accepted_alone_and_refused_with_a_short_context(check, refused, folder, models):
@@ -251,20 +220,6 @@ def test_check_inputs_reward_models_read_images_as_the_policy_does(check, refuse
     assert "--image_key needs rewards of whole responses, and" in refused(*argv, "--reward_pretrain", "rm")
 
 
-def test_check_inputs_reward_model_without_weights_is_refused(refused, folder, models):
-    shutil.copytree(models / "judge", folder / "judge", ignore=shutil.ignore_patterns("*.safetensors"))
-    text = refused("--reward_pretrain", "judge")
-    assert text.startswith(f"--reward_pretrain: the model folder {folder / 'judge'} has no weights")
-
-
-def test_check_inputs_reward_model_with_a_short_context_is_refused(refused, folder, models):
-    shutil.copytree(models / "judge", folder / "judge")
-    config = json.loads((folder / "judge" / "config.json").read_text())
-    (folder / "judge" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 39}))
-    text = refused("--reward_pretrain", "judge")
-    assert "--reward_pretrain: --prompt_max_len 32 + --generate_max_len 8 is 40 tokens" in text
-
-
 @pytest.mark.parametrize("template", ["", "{{ raise_exception('one question only') if messages|length > 1 }}"])
 def test_check_inputs_agent_needs_no_template_for_conversations(check, folder, models, template):
     shutil.copytree(models / "policy", folder / "policy")
@@ -280,9 +235,3 @@ def test_check_inputs_agent_is_the_command_line_of_a_program(check, refused, fol
     assert check("--agent_func_path", "sh agent.py 3").agent == f"sh {folder}/agent.py 3"
     argv = ["--agent_func_path", "python_that_is_not_there agent.txt"]
     assert "neither a Python file nor a module, nor a program that can be run" in refused(*argv)
-
-
-def test_check_inputs_tool_parser_that_nobody_knows_is_refused(refused, folder):
-    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
-    argv = ["--agent_func_path", "agent.py", "--agent_tool_parser", "hermess"]
-    assert "unknown tool parser `hermess`" in refused(*argv)

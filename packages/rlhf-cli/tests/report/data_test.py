@@ -16,7 +16,7 @@ from rlhf_cli.commands.report import main
 from rlhf_cli.report.page import html, report_data
 from rlhf_cli.report.rollouts import Row
 from rlhf_cli.report.runs import read_run, thinned
-from rlhf_cli.report.samples import choose, recorded, spread
+from rlhf_cli.report.samples import choose, recorded
 from rlhf_cli.report.timeline import timeline_data
 from rlhf_data.errors import DataError
 
@@ -178,37 +178,11 @@ def test_chosen_groups_are_spread_over_the_steps():
     assert [row.group_id for row in choose(listed, 9, 2, ["8/0/28", "4/2/14"])] == ["4/2", "8/0"]
 
 
-@pytest.mark.parametrize("size", [*range(12), 100, 257])
-def test_spread_is_an_order_of_all_numbers(size):
-    assert sorted(spread(size)) == list(range(size))
-    assert spread(9)[:5] == [0, 8, 4, 2, 6]
-
-
-def test_limits_are_shared_by_files_and_small_files_leave_the_rest(tmp_path):
-    small = write_run(tmp_path / "a", 1)
-    large = write_run(tmp_path / "b", 9)
-    one, other = data_of(small, large, max_rollouts=12)["runs"]
-    assert [sum(len(group["rollouts"]) for group in run["groups"]) for run in (one, other)] == [2, 10]
-
-
 def test_a_long_curve_becomes_means():
     assert thinned([(step, float(step)) for step in range(1, 6)], 2) == [(3, 2.0), (5, 4.5)]
     assert thinned([(1, None), (2, 4.0), (3, None), (4, None)], 2) == [(2, 4.0), (4, None)]
     assert thinned([(1, 1.0), (2, 2.0)], 2) == [(1, 1.0), (2, 2.0)]
     assert thinned([], 2) == []
-
-
-def test_names_of_runs_differ(tmp_path):
-    runs = data_of(write_run(tmp_path / "a" / "out"), write_run(tmp_path / "b" / "out"))["runs"]
-    assert [run["name"] for run in runs] == ["a/out", "b/out"]
-
-
-def test_an_offline_run_has_curves_and_configuration(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "preference/loss": 0.7, "time/update": 2}\n')
-    (tmp_path / "config.toml").write_text("[model]\nbf16 = true\n[other]\nunknown = 1\n")
-    [run] = data_of(tmp_path)["runs"]
-    assert (run["command"], run["groups"], run["files"]) == ("dpo", [], [])
-    assert run["config"] == [("model", "bf16", True, "set"), ("other", "unknown", 1, "")]
 
 
 def test_origins_of_values_are_those_that_the_file_says(tmp_path):

@@ -19,20 +19,6 @@ def test_ends_are_means_of_the_first_and_the_last_quarter():
     assert ends(curve(None), least_points=1) is None
 
 
-@pytest.mark.parametrize(
-    ("finding", "metric"),
-    [
-        (findings.many_are_truncated, "rollout/truncated"),
-        (findings.much_is_clipped, "policy/clip_fraction"),
-        (findings.kl_is_large, "kl/reference"),
-    ],
-)
-def test_what_a_single_step_shows_is_told_in_the_first_steps(finding, metric):
-    assert finding({metric: curve(0.9, 1.5)}).steps == (2, 2)
-    assert finding({metric: curve(1.5, 0.01)}) is None
-    assert finding({metric: curve(None)}) is None
-
-
 def test_held_out_result_that_falls_while_the_reward_rises():
     reward = curve(0.1, 0.2, 0.6, 0.8)
     fell = findings.held_out_falls({"rollout/reward": reward, "eval/accuracy": [(0, 0.2), (2, 0.5), (4, 0.4)]})
@@ -83,10 +69,6 @@ def test_a_curve_on_both_sides_of_its_bound(check, metric, bad, good):
     assert check({}) is None
 
 
-def test_a_gap_below_rounding_may_grow():
-    assert findings.gap_grows({"mismatch/logprob_gap_mean": curve(0.001, 0.001, 0.01, 0.019)}) is None
-
-
 def test_rewards_that_fail_in_a_step():
     curves = {
         "rollout/verdict_ok": curve(90, 95, 96),
@@ -120,13 +102,6 @@ def counted(*steps):
 
 
 GOOD = [[("a", 0.0), ("b", 1.0)], [("c", 0.0), ("d", 1.0)]]
-
-
-def test_counts_of_a_step():
-    [count] = counted([[("a", 1.0), ("a", 1.0), ("a", 1.0)], [("x", 0.0), ("y <|im_end|>", None)]]).values()
-    assert (count.num_rollouts, count.num_groups, count.num_equal) == (5, 1, 1)  # one reward compares with nothing
-    assert (count.num_duplicates, count.num_marked) == (2, 1)
-    assert count.examples == {"duplicates": ["s1g0/0"], "equal": ["s1g0/0"], "markers": ["s1g1/1"]}
 
 
 def test_groups_of_equal_rewards():

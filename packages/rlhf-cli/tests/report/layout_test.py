@@ -1,6 +1,5 @@
 """The report in a real browser: on narrow and wide, light and dark screens, and with more rollouts than it holds."""
 
-import itertools
 import json
 
 import pytest
@@ -101,20 +100,3 @@ def test_thousands_of_rollouts_open(browse, tmp_path):
     assert found[:2] == [2400, 1200]
     assert found[2] < 100  # only rows that can be seen are elements
     assert found[3]
-
-
-def test_a_page_that_holds_some_rollouts_says_how_many_of_all(browse, tmp_path):
-    run = write_run(tmp_path / "run", 12)
-    found = browse(
-        report(run, path=tmp_path / "report.html", more=["--max_rollouts", "6"]),
-        """
-        const text = document.getElementById("part-rollouts").innerText;
-        const result = [text, browser.items.map((item) => item.group.step)];
-        """,
-        part="#rollouts",
-    )
-    assert "the page has 6 of 24 rollouts, in whole groups spread evenly over all steps" in found[0]
-    # Both rollouts of three steps, which lie apart.
-    steps = sorted(set(found[1]))
-    assert (len(found[1]), len(steps)) == (6, 3)
-    assert min(late - early for early, late in itertools.pairwise(steps)) >= 3

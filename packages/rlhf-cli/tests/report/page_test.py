@@ -79,47 +79,6 @@ def test_all_parts_of_two_runs_are_drawn(browse, tmp_path):
     assert found["read"] == "step 1, 10 s"
 
 
-def test_three_runs_share_charts_and_each_can_be_hidden(browse, tmp_path):
-    runs = [write_run(tmp_path / name, steps) for name, steps in (("one", 5), ("two", 4), ("three", 3))]
-    found = browse(
-        report(*runs, path=tmp_path / "report.html"),
-        """
-        const lines = () => document.querySelectorAll("#part-curves .chart path.line");
-        const result = {shown: [lines().length]};
-        result.colours = new Set([...lines()].map((line) => getComputedStyle(line).stroke)).size;
-        for (const at of [1, 2, 1]) {
-          document.querySelectorAll("#runs button")[at].click();
-          result.shown.push(lines().length);
-        }
-        """,
-    )
-    # Two charts, whose runs are hidden one by one, and one of them shown again.
-    assert found == {"shown": [6, 4, 2, 4], "colours": 3}
-
-
-def test_the_same_prompt_of_two_runs_is_shown_side_by_side(browse, tmp_path):
-    runs = [write_run(tmp_path / "one", 2, answer="4"), write_run(tmp_path / "two", 1, answer="5")]
-    found = browse(
-        report(*runs, path=tmp_path / "report.html"),
-        """
-        const elsewhere = document.querySelector(".same select");
-        const result = {choices: [...elsewhere.options].slice(1).map((each) => each.textContent)};
-        elsewhere.value = "1";
-        elsewhere.dispatchEvent(new Event("change"));
-        const columns = [...document.querySelectorAll(".pair article")];
-        result.titles = columns.map((each) => each.querySelector("h2").innerText);
-        result.tokens = columns.map((each) => each.querySelectorAll(".t").length);
-        result.boxes = columns.map((each) => [each.getBoundingClientRect().left, each.getBoundingClientRect().top]);
-        """,
-        part="#rollouts/0~training~1~step1%2F0%2F0",
-    )
-    assert found["choices"] == ["one, training, step 2, mean reward 1", "two, training, step 1, mean reward 0.5"]
-    assert [title.split()[0] for title in found["titles"]] == ["one,", "two,"]
-    assert min(found["tokens"]) > 0
-    (left, top), (right, other_top) = found["boxes"]
-    assert left < right and top == other_top
-
-
 def test_texts_are_shown_as_texts(browse, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -152,31 +111,6 @@ def test_texts_are_shown_as_texts(browse, tmp_path):
     assert found["values"].startswith("token 60 · ")
     assert found["values"].endswith("policy · log-prob -1 · probability 0.3679 · version 0")
     assert found["log"] == f"0: ERROR {SHOWN}"
-
-
-@pytest.mark.parametrize(
-    ("answer", "calls"),
-    [
-        ("a<tool_call>{}</tool_call>b<tool_call>{}", ["<tool_call>{}</tool_call>", "<tool_call>{}"]),
-        ("a[TOOL_CALLS]f{}", ["[TOOL_CALLS]f{}"]),
-        ("<tool call>", []),
-    ],
-)
-def test_calls_of_tools_are_marked(answer, calls, browse, tmp_path):
-    found = browse(
-        report(write_run(tmp_path / "run", 1, answer=answer), path=tmp_path / "report.html"),
-        """
-        const { tokens } = browser.items[0].rollout;
-        RUNS[0].vocabulary = Object.fromEntries(tokens.map((id) => [id, String.fromCharCode(id)]));
-        drawDetail();
-        const marked = [...document.querySelectorAll(".t.call")].map((token) => token.textContent).join("");
-        const result = [marked, document.querySelector(".turn small").textContent];
-        """,
-        part="#rollouts",
-    )
-    assert found[0].rstrip("\x00␀") == "".join(calls)
-    said = ["", ", 1 tool call", ", 2 tool calls"][len(calls)]
-    assert found[1] == f"policy, turn 1{said}"
 
 
 def test_the_browser_filters_sorts_and_links(browse, tmp_path):

@@ -29,12 +29,6 @@ def test_input_template_chat_template_wraps_text_as_user_message(tmp_path):
     assert text == "<bos>user: 2+2<eos>\nassistant: "
 
 
-def test_input_template_list_of_messages_is_used_as_is(tmp_path):
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2"}]
-    text = render(row_of(tmp_path, messages), apply_chat_template=True)
-    assert text == "<bos>system: Be short.<eos>\nuser: 2+2<eos>\nassistant: "
-
-
 def test_input_template_is_literal_but_for_the_placeholder(tmp_path):
     text = render(row_of(tmp_path, "a {} b"), input_template='{"q": "{}"} %s {0}')
     assert text == '{"q": "a {} b"} %s {0}'
@@ -71,11 +65,6 @@ def test_input_template_broken_input_names_file_and_line(tmp_path, value, says):
         render(row_of(tmp_path, value), apply_chat_template=True)
     assert f"{tmp_path / 'a.jsonl'}:1: " in str(caught.value)
     assert says in str(caught.value)
-
-
-def test_input_template_messages_without_chat_template_are_explained(tmp_path):
-    with pytest.raises(DataError, match="messages need ``apply_chat_template``"):
-        render(row_of(tmp_path, [{"role": "user", "content": "x"}]))
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -354,12 +343,6 @@ def test_encode_conversation_trains_what_the_template_writes_after_the_end():
     template = PLAIN.replace("' </s>'", "' </s> <end>'")
     expected = "user one </s> <end> assistant [two] [</s>] [<end>] "
     expected += "user three </s> <end> assistant [one] [two] [</s>] [<end>] [</s>]"
-    assert encode(template) == expected
-
-
-def test_encode_conversation_marks_without_any_eos_end_with_one():
-    template = MARKED.replace("INSIDE", "").replace("OUTSIDE", "+ ' <end>'")
-    expected = "user one </s> assistant [two] <end> user three </s> assistant [one] [two] <end> [</s>]"
     assert encode(template) == expected
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from record_testing import write_jsonl
@@ -135,20 +134,6 @@ def test_load_examples_cache_depends_on_data_tokenizer_and_options(tmp_path):
     assert not load()
 
 
-def test_load_examples_cache_refuses_as_often_as_it_is_read(tmp_path):
-    path = write(tmp_path / "a.jsonl", 10, bad={1})
-    for _ in range(2):
-        with pytest.raises(DataError, match="1 of 10 rows cannot be used"):
-            load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c")
-        assert (
-            len(load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c", skip_bad_rows=True).examples) == 9
-        )
-    path = write(tmp_path / "b.jsonl", 10)
-    for _ in range(2):
-        with pytest.raises(DataError, match="all 10 examples of"):
-            load_examples(open_sources(path), ENCODER, cache_dir=tmp_path / "c", max_len=2)
-
-
 def test_load_examples_failure_leaves_nothing_in_the_cache(tmp_path):
     (tmp_path / "a.json").write_text('[{"input": "a", "output": "b"}, {')
     with pytest.raises(DataError, match="malformed"):
@@ -172,29 +157,6 @@ def test_load_examples_config_error_in_a_process_reaches_the_caller(tmp_path):
         load_examples(
             open_sources(write(tmp_path / "a.jsonl", 2)), replace(ENCODER, tokenizer=tokenizer), num_workers=1
         )
-
-
-def test_load_examples_cached_examples_are_those_of_memory(tmp_path):
-    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"chosen": "a", "rejected": "b", "m": 1.5}]))
-    encoder = PreferenceEncoder(tokenizer=ByteTokenizer(), margin_key="m")
-    [one] = load_examples(rows, encoder).examples
-    [again] = load_examples(rows, encoder, cache_dir=tmp_path / "c").examples
-    assert (one.example_id, one.margin) == (again.example_id, again.margin) == ("a.jsonl:1", 1.5)
-    assert np.array_equal(one.rejected.token_ids, again.rejected.token_ids)
-    assert again.rejected.loss_mask.dtype == np.bool_
-
-
-def test_load_examples_cache_depends_on_the_key_of_the_verdict(tmp_path):
-    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", [{"input": "q", "output": "a", "label": 1, "other": 0}]))
-
-    def load(label_key, **options):
-        encoder = UnpairedEncoder(tokenizer=ByteTokenizer(), label_key=label_key, **options)
-        calls = []
-        [example] = load_examples(rows, encoder, cache_dir=tmp_path / "c", progress=calls.append).examples
-        return example.is_desirable, bool(calls)
-
-    assert [load("label"), load("label"), load("other")] == [(True, True), (True, False), (False, True)]
-    assert load("label", input_template="{}=") == (True, True)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

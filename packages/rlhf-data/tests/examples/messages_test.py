@@ -57,11 +57,6 @@ def test_row_messages_of_every_form_are_roles_and_texts(messages):
     assert sft({"q": messages}, output_key=None) == masked(PROMPT, [*b"4", EOS_ID])
 
 
-def test_row_messages_results_of_tools_are_named_observations_by_some():
-    read = row_messages(row_of(q=[{"from": "observation", "value": "4"}, {"from": "system", "value": "Go."}]), "q")
-    assert [message["role"] for message in read] == ["tool", "system"]
-
-
 @pytest.mark.parametrize(
     ("message", "says"),
     [
@@ -167,22 +162,6 @@ def test_continuations_are_trained_after_the_prompt_of_generation():
 def test_continuations_with_all_turns_are_refused():
     with pytest.raises(DataError, match=r"x/a\.jsonl:7: the answer continues the prompt's last message"):
         sft({"q": [QUESTION, BEGUN], "a": "4."}, multiturn=True)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "says"),
-    [
-        ([QUESTION, QUESTION, BEGUN], "4.", "message 1: `user` follows `user`"),
-        (
-            [QUESTION, BEGUN],
-            [{"role": "assistant", "content": "4.", "reasoning": "2 and 2"}],
-            "does not write the `rea",
-        ),
-    ],
-)
-def test_continuations_are_checked_as_other_answers_are(prompt, answer, says):
-    with pytest.raises(DataError, match=f"^x/a.jsonl:7: .*{says}"):
-        sft({"q": prompt, "a": answer})
 
 
 def test_continuations_begin_as_in_generation_with_a_template_that_writes_no_start_token():

@@ -90,16 +90,6 @@ def test_sft_encoder_truncated_answer_gets_no_eos(tmp_path):
     assert one(tmp_path, cut | {"finish_reason": "stop"})[0][-1] == EOS_ID
 
 
-def test_sft_encoder_template_that_rewrites_the_prompt_trains_the_answer_after_the_prompt_of_generation(tmp_path):
-    class Rewriting(ByteTokenizer):
-        def apply_chat_template(self, conversation, **options):
-            return f"{len(conversation)} messages. " + super().apply_chat_template(conversation, **options)
-
-    ids, mask = one(tmp_path, {"q": "hi", "a": "ho"}, Rewriting(), apply_chat_template=True)
-    assert ids == [*b"1 messages. ", BOS_ID, *b"user: hi", EOS_ID, *b"\nassistant: ho", EOS_ID]
-    assert sum(mask) == 3
-
-
 def test_sft_encoder_drops_and_counts_too_long(tmp_path):
     # Tokens: <bos> + q + a + <eos> = 4 and 6.
     path = write_jsonl(tmp_path / "a.jsonl", [{"q": "x", "a": "y"}, {"q": "xx", "a": "yy"}])

@@ -7,7 +7,6 @@ import pty
 import re
 import struct
 import termios
-import time
 
 import pytest
 
@@ -54,15 +53,6 @@ def test_a_pipe_gets_a_line_at_once_and_one_after_each_silence(pipe, clock):
         "loading the model: 20 s",
         "loading the model: 40 s",
     ]
-
-
-def test_a_pipe_gets_one_line_for_a_text_that_comes_again(pipe):
-    stream, progress = pipe
-    for done in range(3):
-        progress.show("generating", done=done, total=3)
-        progress.clear()
-    progress.show("scoring")
-    assert stream.getvalue().splitlines() == ["generating ...", "scoring ..."]
 
 
 def test_what_is_not_announced_is_said_after_a_silence_only(pipe, clock):
@@ -171,32 +161,6 @@ def test_lines_above_the_live_line_are_drawn_and_removed_with_it(terminal, clock
     assert screen(stream.getvalue()) == ["before", "a warning", ""]
 
 
-def test_low_terminal_and_pipe_get_the_live_line_alone(terminal, pipe, monkeypatch):
-    monkeypatch.setenv("LINES", "3")
-    for stream, progress in (terminal, pipe):
-        progress.show("step 1", above=["one", "two"])
-        progress.clear()
-        assert "one" not in stream.getvalue() and "step 1" in stream.getvalue()
-
-
-def test_terminal_that_cannot_show_a_character_shows_another(clock, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    progress = Progress(stream, clock=clock)
-    progress.show("step", above=["\u2581\u2588"])
-    progress.clear()
-    assert b"??\n" in raw.getvalue()
-
-
-def test_a_line_fits_the_terminal(terminal):
-    stream, progress = terminal
-    progress.show("x" * 200)
-    assert len(stream.getvalue().split("\r\x1b[2K")[-1]) == 59
-    progress.clear()
-
-
 @pytest.mark.parametrize(("columns", "shown"), [(31, 28), (0, 57)])  # one that does not say its size has COLUMNS
 def test_a_line_fits_the_terminal_that_it_is_written_to(columns, shown, clock, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
@@ -210,28 +174,6 @@ def test_a_line_fits_the_terminal_that_it_is_written_to(columns, shown, clock, m
         progress.clear()
     os.close(reader)
     assert drawn == b"\r\x1b[2K/ " + b"x" * shown
-
-
-def test_a_dumb_terminal_is_a_pipe(clock, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    Progress(stream, clock=clock).show("loading")
-    assert stream.getvalue() == "loading ...\n"
-
-
-def test_the_line_is_drawn_without_further_calls(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    progress = Progress(stream)
-    progress.show("loading")
-    deadline = time.monotonic() + 60
-    while stream.getvalue().count("loading") < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    progress.clear()
-    drawn = stream.getvalue()
-    assert drawn.count("loading") >= 3
-    time.sleep(0.6)
-    assert stream.getvalue() == drawn  # the thread ended
 
 
 def test_other_lines_go_above_the_line_while_it_is_paused(terminal, pipe):
