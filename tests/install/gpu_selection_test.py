@@ -52,16 +52,6 @@ def test_gpu_tests_lie_in_folders_that_a_macro_covers() -> None:
     assert [path for path in found if not any(path.is_relative_to(folder) for folder in folders)] == []
 
 
-def test_no_build_file_tags_a_gpu_test_by_hand() -> None:
-    strings = [
-        (build_file.name, node.value)
-        for build_file in build_files()
-        for node in ast.walk(ast.parse(build_file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in ("gpu", "cpu")
-    ]
-    assert strings == []
-
-
 @pytest.mark.parametrize(
     ("name", "required", "has_gpu", "code", "said"),
     [

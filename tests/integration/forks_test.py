@@ -78,12 +78,6 @@ def test_killed_worker_ends_its_caller_and_a_killed_caller_its_worker(program):
     run.wait(60)
 
 
-def test_folder_that_hides_an_imported_module_is_seen(program):
-    (program.parent / "modules/torch.py").touch()
-    run, told = start(program, 0)
-    assert run.wait(60) == 7 and not told["is_fork"]
-
-
 @pytest.mark.usefixtures("words")  # PYTHONPATH is that of their processes
 def test_processes_to_fork_end_with_one_that_is_terminated():
     code = "import time, warm_commands\nwith warm_commands.warm_commands(): print(flush=True); time.sleep(600)"

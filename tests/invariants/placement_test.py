@@ -28,14 +28,10 @@ from warm_commands import warm_commands
 PLACES = {
     "together": {("actor", "critic", "reference", "teacher"): 1},
     "apart": {("actor",): 1, ("critic",): 2, ("reference", "teacher"): 1},
-    "divided": {("actor", "critic", "reference", "teacher"): 2},
     "divided weights": {("actor", "reference"): 4, ("critic", "teacher"): 2},
 }
-ENGINES = {"together": 1, "apart": 2, "divided": 1, "divided weights": 1}
-LAYOUTS = {
-    "divided": {"packing": True, "sequence_parallel_size": 2},
-    "divided weights": {"packing": True, "tensor_parallel_size": 2},
-}
+ENGINES = {"together": 1, "apart": 2, "divided weights": 1}
+LAYOUTS = {"divided weights": {"packing": True, "tensor_parallel_size": 2}}
 SCORERS = ProcessPlan("reward", ("reward",), (Place(),))
 # Adam's division by the gradient's own size turns rounding into steps; what is compared are means of a whole step.
 TOLERANCE = 1e-4

@@ -53,9 +53,9 @@ DIVIDED = {
     "divided sequences, ZeRO 2": Case(zero_stage=2, micro_batch_size=8, packing=True, sequence_parallel_size=2),
     "divided sequences, ZeRO 3": Case(zero_stage=3, packing=True, micro_batch_tokens=60, sequence_parallel_size=2),
 }
-# Two pairs of ranks divide sequences, or keep a second copy of the weights each. These have each stage but 1.
-ON_FOUR_RANKS = DIVIDED | {
-    "ZeRO 2": RANKS["ZeRO 2"],
+# Two pairs of ranks divide sequences, or keep a second copy of the weights each.
+ON_FOUR_RANKS = {
+    "divided sequences, ZeRO 2": DIVIDED["divided sequences, ZeRO 2"],
     "ZeRO 3, copies": RANKS["ZeRO 3, copies"],
     "adapters, ZeRO 3": ADAPTERS_ON_RANKS["adapters, ZeRO 3"],
 }

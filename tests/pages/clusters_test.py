@@ -1,11 +1,9 @@
 """What the pages say about clusters agrees with the code of Ray, and with the code here."""
 
-import asyncio
 import re
 
 import pytest
 from ray._private import ray_constants
-from ray.dashboard.http_server_agent import HttpServerAgent, aiohttp
 from ray.scripts.scripts import cli
 
 from page_commands import ROOT, blocks
@@ -14,7 +12,6 @@ from rlhf_rollout import host
 
 PAGE = "docs/clusters.md"
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
-OPENRLHF = " ".join((ROOT / "docs/coming-from-openrlhf.md").read_text(encoding="utf-8").split())
 PARAMETERS = cli.commands["start"].params
 START = {option for parameter in PARAMETERS for option in parameter.opts}
 PORTS = {name: words for name, *words in re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", TEXT, re.M)}
@@ -68,16 +65,6 @@ def test_variables_of_nccl_are_those_of_the_libraries_that_read_them():
     assert {name for name in exported if name.startswith(("NCCL", "GLOO"))} < variables
 
 
-def test_words_about_the_dashboard_name_what_starts_one():
-    (notice,) = cluster_notices(None)
-    assert notice == (
-        "this run starts its own Ray, without a dashboard; `ray start --head` before a run starts one with it"
-    )
-    address = f"http://127.0.0.1:{ray_constants.DEFAULT_DASHBOARD_PORT}"
-    assert f"`ray start --head` serves a dashboard at `{address}` on the first machine." in TEXT
-    assert "A run that starts its own Ray has none: type `ray start --head`\nfirst" in TEXT
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_cluster_that_no_other_machine_finds_is_a_notice(monkeypatch, named):
     for address, hints in (("0.0.0.0:6379", 1), ("10.0.0.1:6379", 0)):
@@ -87,24 +74,3 @@ def test_cluster_that_no_other_machine_finds_is_a_notice(monkeypatch, named):
         notices = cluster_notices(address)
         found = [notice for notice in notices if "without --node-ip-address 0.0.0.0" in notice]
         assert len(found) == hints and len(notices) == hints + (not named)
-
-
-@pytest.mark.parametrize("has_setting", [False, True])
-def test_job_agent_listens_on_all_addresses_with_the_setting_of_the_page_only(has_setting):
-    # Ray's agent listens at its node's address and at 127.0.0.1. On one port, the second is taken.
-    assert "`ray start --head --node-ip-address 0.0.0.0 --dashboard-agent-listen-port 0` works" in OPENRLHF
-
-    async def listen() -> None:
-        agent = HttpServerAgent("0.0.0.0", 0 if has_setting else host.free_port())
-        agent.runner = aiohttp.web.AppRunner(aiohttp.web.Application())
-        await agent.runner.setup()
-        try:
-            await agent._start_site_with_retry(max_retries=0)
-        finally:
-            await agent.runner.cleanup()
-
-    if has_setting:
-        asyncio.run(listen())
-        return
-    with pytest.raises(OSError, match="already in use"):
-        asyncio.run(listen())

