@@ -158,11 +158,7 @@ def answer(text):
             },
         ),
         ("math_shepherd", {"input": "q ки\n", "label": "q -"}, {"input": ["q "], "label": [0]}),
-        (
-            "prm800k",
-            JUDGED,
-            {"input": ["Factor $6$.\nLet me see.\n", "It is even.\n", "So 2*4."], "label": [1, 1, 0]},
-        ),
+        ("prm800k", JUDGED, {"input": ["Factor $6$.\nLet me see.\n", "It is even.\n", "So 2*4."], "label": [1, 1, 0]}),
         # The third step is judged together with the one before, which has no rating.
         ("prm800k", WRITTEN, {"input": ["Factor $6$.\nBy 2:\n", "Hm.\n2*3."], "label": [1, 1]}),
         (
@@ -195,17 +191,9 @@ def test_preset_gives_rows_the_usual_keys(tmp_path, preset, row, expected):
         ("humaneval", FUNCTION | {"test": ""}, "`test` is empty"),
         ("apps", PROGRAM | {"input_output": ""}, "`input_output` is not JSON"),
         ("apps", PROGRAM | {"input_output": "[" * 100_000}, "`input_output` is not JSON"),
-        (
-            "apps",
-            PROGRAM | {"input_output": '{"inputs": ["1"], "outputs": []}'},
-            "`input_output` must hold `inputs` and `outputs`, lists of the",
-        ),
+        ("apps", PROGRAM | {"input_output": '{"inputs": ["1"], "outputs": []}'}, "`input_output` must hold `inputs`"),
         ("apps", PROGRAM | {"solutions": '{"a": 1}'}, "`solutions` must be a list"),
-        (
-            "math_shepherd",
-            SHEPHERD | {"label": SHEPHERD["label"][:-1] + "?"},
-            "`label` is not the text of `input`",
-        ),
+        ("math_shepherd", SHEPHERD | {"label": SHEPHERD["label"][:-1] + "?"}, "`label` is not the text of `input`"),
         ("math_shepherd", {"input": "a", "label": "a"}, "`label` is not the text of `input`"),
         ("math_shepherd", SHEPHERD | {"label": ["+", "-"]}, r"`label` is a list(.|\n)*need no preset"),
         ("prm800k", JUDGED | {"question": "q"}, "`question` must hold `problem`"),

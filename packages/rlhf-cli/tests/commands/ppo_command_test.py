@@ -146,10 +146,7 @@ def test_what_cannot_work_is_refused_with_a_hint(folder, capsys, changes, says, 
     ("content", "message"),
     [
         ("def score(queries):\n    return []\n", "has no function `reward_func`; it has score"),
-        (
-            "def reward_func(queries, prompts):\n    return {'rewards': [0.0]}\n",
-            "does not take (queries, prompts, labels)",
-        ),
+        ("def reward_func(queries, prompts):\n    return {'rewards': [0.0]}\n", "does not take (queries, prompts"),
         ("def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0]}\n", "numbers for"),
         ("def reward_func(queries, prompts, labels):\n    return {'rewards': [float('nan')] * len(queries)}\n", "nan"),
         ("def reward_func(queries, prompts, labels):\n    return {'reward': [0.0] * len(queries)}\n", "rewards"),

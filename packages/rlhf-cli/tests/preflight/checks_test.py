@@ -35,21 +35,9 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # 32 x 4 = 128 samples; of the divisors of 128, 32 is the largest that is not above 48.
         ("--train_batch_size 48", "does not divide the 128 samples of a step", "use --train_batch_size 32"),
         ("--use_kl_loss --init_kl_coef 0", "the coefficient of the KL is 0", "set --init_kl_coef above 0"),
-        (
-            "--top_p 0.9 --old_logprobs rollout",
-            "--top_p 0.9 samples from a part of the distribution, and --old_logprobs rollout compares",
-            "use --top_p 1",
-        ),
-        (
-            "--top_k 20 --is_correction_level token",
-            "--top_k 20 samples from a part of the distribution, and --is_correction_level token compares",
-            "--is_correction_level off",
-        ),
-        (
-            "--min_p 0.1 --old_logprobs rollout",
-            "--min_p 0.1 samples from a part of the distribution, and --old_logprobs rollout compares",
-            "use --min_p 0; or --old_logprobs recompute",
-        ),
+        ("--top_p 0.9 --old_logprobs rollout", "--top_p 0.9 samples from a part of the distribution", "use --top_p 1"),
+        ("--top_k 20 --is_correction_level token", "--top_k 20 samples from a part of", "--is_correction_level off"),
+        ("--min_p 0.1 --old_logprobs rollout", "--min_p 0.1 samples from a part", "use --min_p 0; or --old_logprobs"),
         (
             "--repetition_penalty 1.2 --top_k 9 --is_correction_level sequence",
             "--top_k 9 and --repetition_penalty 1.2 samples from a changed distribution, and --is_correction_level",
@@ -65,11 +53,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         # the policy loss
         ("--clip_eps_low 0.1 --eps_clip 0.1", "--eps_clip and --clip_eps_low set the same", "give one"),
         ("--eps_clip_low_high 0.1 0.2 --clip_eps_high 0.1", "--clip_eps_high set the same", "give one"),
-        (
-            f"--old_logprobs skip {ONE_UPDATE}",
-            "leaves nothing to compute the reward's KL penalty from",
-            "add --use_kl_loss",
-        ),
+        (f"--old_logprobs skip {ONE_UPDATE}", "leaves nothing to compute the reward's KL penalty", "add --use_kl_loss"),
         # the KL
         ("--kl_target 0.1 --init_kl_coef 0", "--kl_target with --init_kl_coef 0", "set --init_kl_coef above"),
         ("--kl_unbiased_gradient", "--use_kl_loss is off", "add --use_kl_loss"),
@@ -110,11 +94,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--overlong_buffer_len 0.01", "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),
         (PAIRWISE, "--judge_url is missing: a judge scores", "give --judge_url https://HOST/v1 and --judge_model NAME"),
         ("--reward_normalize each", "there are 1 rewards and 4 responses per prompt", "give several rewards"),
-        (
-            f"{EACH} --n_samples_per_prompt 1",
-            "there are 2 rewards and 1 responses per prompt",
-            "--n_samples_per_prompt 4",
-        ),
+        (f"{EACH} --n_samples_per_prompt 1", "there are 2 rewards and 1 responses per", "--n_samples_per_prompt 4"),
         *(
             (f"{EACH} --{flag}", f"--{flag.split()[0]} changes the sum of the rewards", "drop one of them")
             for flag in (
@@ -146,11 +126,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         (BY_TURN, "and PPO has no baseline of a group", "use --advantage_estimator group_norm, dr_grpo"),
         (f"{GRPO} {BY_TURN} --gamma 0.9", "and --gamma 0.9 discounts by token", "--turn_gamma, and drop --gamma"),
         (f"{GRPO} {BY_TURN} {EACH}", "turn by turn, and --reward_normalize each compares those of whole", "drop one"),
-        (
-            f"{GRPO} {BY_TURN} --reward_normalize none",
-            "turn by turn, and --reward_normalize none compares none",
-            "drop one of them",
-        ),
+        (f"{GRPO} {BY_TURN} --reward_normalize none", "turn by turn, and --reward_normalize none", "drop one of them"),
         (f"{EACH} --no_advantage_std_norm", "--no_advantage_std_norm forbids it", "drop one of them"),
         (f"{PAIRWISE} {JUDGE} --n_samples_per_prompt 1", "a pairwise judge compares", "judge:FILE"),
         # dynamic sampling
@@ -159,11 +135,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
             "--dynamic_filtering_reward_range is 1 0",
             "LOW before HIGH",
         ),
-        (
-            f"{MODEL_ONLY} --difficulty_pool",
-            "--difficulty_pool counts responses that are right, and scores of --reward_pretrain have no bounds",
-            "add --success_threshold SCORE",
-        ),
+        (f"{MODEL_ONLY} --difficulty_pool", "--difficulty_pool counts responses that", "add --success_threshold SCORE"),
         (f"{MODEL_ONLY} --adaptive_mix", "--adaptive_mix counts responses that are right", "add --success_threshold"),
         ("--adaptive_mix --difficulty_pool", "both decide the next prompt", "drop one of them"),
         ("--adaptive_mix --prompt_data_probs 1,2", "the shares that --prompt_data_probs fixes", "drop one of them"),
@@ -197,11 +169,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--teacher_model ,", "--teacher_model , names no model", "write SOURCE=MODEL for each"),
         ("--teacher_model a=m,a=n", "two models for the data source a: m and n", "write SOURCE=MODEL for each"),
         ("--teacher_model a=m,n,o", "two models for all sources without one: n and o", "at most one MODEL alone"),
-        (
-            "--teacher_model ema",
-            "ema is the average of the policy's weights, and",
-            "add --enable_ema",
-        ),
+        ("--teacher_model ema", "ema is the average of the policy's weights, and", "add --enable_ema"),
         ("--remote_rm_url None --teacher_model ema --enable_ema", "ema begins as the policy", "add --remote_rm_url"),
         ("--reward_weights 0 --teacher_model ema --enable_ema", "ema begins as the policy", "a weight that is not 0"),
         ("--reward_weights 0", "--reward_weights are 0, and without --teacher_model", "give a reward another weight"),
@@ -227,10 +195,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--policy_loss_type sapo --eps_clip 0.1", "--eps_clip has no effect: --policy_loss_type sapo does not clip"),
         ("--sapo_tau 1 2", "--sapo_tau has no effect: --policy_loss_type ppo has no gate"),
         ("--log_ratio_coef 1", "--log_ratio_coef has no effect: --policy_loss_type ppo has no squared log ratio"),
-        (
-            "--policy_loss_type reinforce",
-            "--policy_loss_type reinforce does not use the policy ratio, so nothing corrects for samples of an older",
-        ),
+        ("--policy_loss_type reinforce", "--policy_loss_type reinforce does not use the policy ratio, so nothing"),
         (f"{SKIP} {ONE_UPDATE} --eps_clip 0.1", "--eps_clip has no effect: with one update per step the policy"),
         (f"--init_kl_coef 0 {ONE_UPDATE} --dual_clip 3", "--dual_clip has no effect: with one update per step the"),
         ("--lora_alpha 8", "--lora_alpha has no effect: --lora_rank is 0"),
@@ -238,10 +203,7 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--kl_horizon 500", "--kl_horizon has no effect: there is no --kl_target"),
         ("--teacher_coef 2", "--teacher_coef has no effect: there is no --teacher_model"),
         ("--entropy_coef_step 1", "--entropy_coef_step has no effect: there is no --entropy_target"),
-        (
-            "--old_logprobs rollout --entropy_target 1",
-            "--old_logprobs rollout saves no forward pass with --entropy_target: the entropy",
-        ),
+        ("--old_logprobs rollout --entropy_target 1", "--old_logprobs rollout saves no forward pass with"),
         ("--teacher_top_k 2", "--teacher_top_k has no effect: there is no --teacher_model"),
         (f"{TAUGHT} --kd_divergence jsd", "--kd_divergence has no effect: there is no --teacher_top_k"),
         (f"{TAUGHT} --teacher_top_k 9 --jsd_beta 0.1", "--jsd_beta has no effect: --kd_divergence is reverse_kl"),
@@ -259,14 +221,8 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ),
         ("--is_correction_mode mask", "--is_correction_mode has no effect: --is_correction_level is off"),
         ("--is_reject_threshold 0 3", "--is_reject_threshold has no effect: --is_reject is off"),
-        (
-            "--is_correction_level token --is_correction_drop_masked",
-            "--is_correction_drop_masked has no effect: --is_correction_mode truncate masks nothing, and --is_reject",
-        ),
-        (
-            "--old_logprobs rollout --is_reject mean_k3 --is_reject_threshold 0 0.1",
-            "--old_logprobs rollout saves no forward pass with --is_reject mean_k3",
-        ),
+        ("--is_correction_level token --is_correction_drop_masked", "--is_correction_drop_masked has no effect"),
+        ("--old_logprobs rollout --is_reject mean_k3 --is_reject_threshold 0 0.1", "--old_logprobs rollout saves no"),
         ("--is_correction_threshold 0 3", "--is_correction_threshold has no effect: --is_correction_level is"),
         ("--step_separator .", "--step_separator has no effect: there is no --reward_pretrain"),
         (f"{MODEL_ONLY} --reward_by_turn", "--reward_by_turn has no effect: there is no --agent_func_path"),
@@ -284,15 +240,8 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--judge_model m", "--judge_model has no effect: no judge scores"),
         (f"{GRPO} --running_reward_norm", "--running_reward_norm has no effect: GRPO (group_norm) shifts and scales"),
         (MODEL_ONLY, "accuracy and pass@k follow the reward model, m: a score of at least 1 (--success_threshold)"),
-        (
-            "--remote_rm_url a/b.py,c.py --success_threshold 0.5",
-            "accuracy and pass@k follow the first of 2 rewards, b: a score of at least 0.5 (--success_threshold) counts"
-            " as right, unless it says so itself",
-        ),
-        (
-            f"{MODEL_ONLY} --dynamic_filtering",
-            "--dynamic_filtering leaves out prompts whose responses all have the same",
-        ),
+        ("--remote_rm_url a/b.py,c.py --success_threshold 0.5", "accuracy and pass@k follow the first of 2 rewards, b"),
+        (f"{MODEL_ONLY} --dynamic_filtering", "--dynamic_filtering leaves out prompts whose responses all have the"),
         ("--reward_batch_size 3", "--reward_batch_size has no effect: no own function, server or model scores"),
         ("--overlong_penalty_factor 2", "--overlong_penalty_factor has no effect: there is no --overlong_buffer"),
         ("--stop_properly_penalty_coef 1", "--stop_properly_penalty_coef has no effect"),
@@ -302,70 +251,29 @@ def test_check_ppo_what_cannot_work_is_an_error_with_a_hint(argv, message, hint)
         ("--mix_window 3", "--mix_window has no effect: --adaptive_mix is off"),
         ("--reuse_solved 9 --mask_stale 100", "--mask_stale has no effect: no token is more than 100 steps old"),
         ("--reuse_max_age 3", "--reuse_max_age has no effect: there is no --reuse_solved"),
-        (
-            "--reuse_solved 9 --old_logprobs recompute",
-            "--reuse_solved trains on answers of older weights, and nothing corrects for their probabilities:"
-            " --is_correction_level token or --old_logprobs rollout does",
-        ),
-        (
-            f"--mask_off_policy 0.5 --old_logprobs recompute {ONE_UPDATE}",
-            "--mask_off_policy has no effect: the only update of a step begins with the policy of --old_logprobs",
-        ),
+        ("--reuse_solved 9 --old_logprobs recompute", "--reuse_solved trains on answers of older weights, and nothing"),
+        (f"--mask_off_policy 0.5 --old_logprobs recompute {ONE_UPDATE}", "--mask_off_policy has no effect: the only"),
         ("--mask_stale 0", "--mask_stale has no effect: no token is more than 0 steps old"),
-        (
-            f"{GRPO} --early_forwards --init_kl_coef 0 --old_logprobs rollout",
-            "--early_forwards has no effect: no model runs before the update",
-        ),
-        (
-            "--mask_stale 2 --async_train --max_staleness 2",
-            "--mask_stale has no effect: no token is more than 2 steps old",
-        ),
-        (
-            "--async_train --old_logprobs recompute",
-            "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
-            " --is_correction_level token or --old_logprobs rollout does",
-        ),
+        (f"{GRPO} --early_forwards --init_kl_coef 0 --old_logprobs rollout", "--early_forwards has no effect: no"),
+        ("--mask_stale 2 --async_train --max_staleness 2", "--mask_stale has no effect: no token is more than 2 steps"),
+        ("--async_train --old_logprobs recompute", "--async_train trains on tokens of older weights, and nothing"),
         (
             f"--async_train --policy_loss_type reinforce --old_logprobs rollout {ONE_UPDATE}",
             "--async_train trains on tokens of older weights, and nothing corrects for their probabilities:"
             " --is_correction_level token does",
         ),
-        (
-            FP8,
-            "--vllm_quantization fp8 samples tokens from rounded weights: --is_correction_level is token, which"
-            " corrects for it",
-        ),
-        (
-            f"{FP8} --is_correction_level off --old_logprobs recompute",
-            "--vllm_quantization fp8 samples tokens from rounded weights, and nothing corrects for their probabilities:"
-            " --is_correction_level token or --old_logprobs rollout does",
-        ),
-        (
-            "--vllm_speculative ngram",
-            "--vllm_speculative ngram: engines do without the speed-ups of single tokens, idle_slots, bulk_decoding,"
-            " multi_step, sampling_head, replayed_steps, graph_pieces, shared_prefixes",
-        ),
-        (
-            "--vllm_speculative_tokens 3",
-            "--vllm_speculative_tokens has no effect: there is no --vllm_speculative or --vllm_draft_model",
-        ),
+        (FP8, "--vllm_quantization fp8 samples tokens from rounded weights: --is_correction_level is token, which"),
+        (f"{FP8} --is_correction_level off --old_logprobs recompute", "--vllm_quantization fp8 samples tokens from"),
+        ("--vllm_speculative ngram", "--vllm_speculative ngram: engines do without the speed-ups of single tokens"),
+        ("--vllm_speculative_tokens 3", "--vllm_speculative_tokens has no effect: there is no --vllm_speculative or"),
         ("--ema_beta 0.9", "--ema_beta has no effect: --enable_ema is off"),
         ("--eval_data None --source_key set", "--source_key has no effect: there is no --eval_data"),
-        (
-            "--best_metric_key eval/pass@1 --eval_steps -1",
-            "--best_metric_key can only choose between the first and the last evaluation",
-        ),
+        ("--best_metric_key eval/pass@1 --eval_steps -1", "--best_metric_key can only choose between the first and"),
         ("--best_metric_key eval/truncated", "--best_metric_key eval/truncated keeps the highest value"),
         ("--reward_num_nodes 2", "--reward_num_nodes has no effect: there is no --reward_pretrain"),
         ("--colocate_critic_reward", "--colocate_critic_reward has no effect: there is no --reward_pretrain"),
-        (
-            f"{GRPO} --reward_pretrain m --colocate_critic_reward",
-            "--colocate_critic_reward has no effect: GRPO (group_norm) has no critic",
-        ),
-        (
-            "--reward_pretrain m --colocate_critic_reward --colocate_all_models",
-            "--colocate_critic_reward has no effect: --colocate_all_models includes it",
-        ),
+        (f"{GRPO} --reward_pretrain m --colocate_critic_reward", "--colocate_critic_reward has no effect: GRPO"),
+        ("--reward_pretrain m --colocate_critic_reward --colocate_all_models", "--colocate_critic_reward has no"),
         ("--advantage_estimator group_norm --lambd 0.9", "--lambd has no effect: GRPO (group_norm) has no"),
         ("--advantage_estimator group_norm --critic_learning_rate 1", "--critic_learning_rate has no effect"),
         ("--advantage_estimator rloo --no_advantage_std_norm", "--no_advantage_std_norm has no effect: RLOO"),

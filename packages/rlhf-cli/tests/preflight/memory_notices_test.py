@@ -126,11 +126,7 @@ def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, c
 @pytest.mark.parametrize(
     ("size", "more", "notice"),
     [
-        (
-            143_771,
-            TURNS,
-            "fit together: 4.6 of 140.4 GiB; without --vllm_enable_sleep and --deepspeed_enable_sleep, and",
-        ),
+        (143_771, TURNS, "fit together: 4.6 of 140.4 GiB; without --vllm_enable_sleep and --deepspeed_enable_sleep"),
         (143_771, TURNS[:1], "fit together: 4.6 of 140.4 GiB; without --vllm_enable_sleep, and with"),
         (143_771, TURNS[1:], "fit together: 4.6 of 140.4 GiB; without --deepspeed_enable_sleep, and with"),
         (5_350, TURNS, "and with --vllm_gpu_memory_utilization 0.5 or less, no time goes into sleep and waking"),
@@ -142,21 +138,13 @@ def test_size_of_a_gpu_is_left_out_where_it_is_not_known(gpu, model, tmp_path, c
         (4_500, TURNS, None),  # they help
         (4_000, TURNS, "need 4.6 of 3.9 GiB, and 4.3 if engines and trainers take turns: lower --micro_train_batch"),
         (4_000, [], "need 4.6 of 3.9 GiB, and 4.3 if engines and trainers take turns: lower --micro_train_batch"),
-        (
-            3_000,
-            [*TURNS, "--bf16_moments"],
-            "or add --gradient_checkpointing, --adam_offload, --zero_stage 3 on more GPUs",
-        ),
+        (3_000, [*TURNS, "--bf16_moments"], "or add --gradient_checkpointing, --adam_offload, --zero_stage 3 on more"),
         (
             2_000,
             [*TURNS, "--adam_offload", "--advantage_estimator", "gae", "--init_kl_coef", "0.1"],
             "or add --gradient_checkpointing, --bf16_moments, --critic_lora_rank 64, --ref_reward_offload",
         ),
-        (
-            2_000,
-            [*TURNS, "--zero_stage", "3"],
-            "lower --micro_train_batch_size or --vllm_max_num_seqs, or add --gradient_checkpointing, --bf16_moments",
-        ),
+        (2_000, [*TURNS, "--zero_stage", "3"], "lower --micro_train_batch_size or --vllm_max_num_seqs, or add"),
         (
             2_000,
             [*TURNS, "--gradient_checkpointing", "--optim", "muon", "--zero_stage", "3"],

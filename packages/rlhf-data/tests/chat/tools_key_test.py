@@ -54,11 +54,7 @@ def test_all_examples_and_prompts_have_the_tools(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "says"),
     [
-        (
-            [{"q": 1}, {"q": 1, "tools": [TOOL]}],
-            {},
-            ":2 has `tools`, which the chat template does not get: --tools_key tools",
-        ),
+        ([{"q": 1}, {"q": 1, "tools": [TOOL]}], {}, ":2 has `tools`, which the chat template does not get"),
         ([{"tools": json.dumps([TOOL])}], {}, ":1 has `tools`"),
         ([{"tools": None}, {"tools": []}], {}, None),
         ([{"tools": [TOOL]}], {"tools_key": "tools"}, None),

@@ -43,9 +43,7 @@ def test_load_examples_processes_give_the_same_in_the_same_order(tmp_path):
 
 def test_load_examples_above_one_percent_bad_is_refused_unless_skipped(tmp_path):
     rows = open_sources(write(tmp_path / "a.jsonl", 100, bad={4, 5}))
-    with pytest.raises(
-        DataError, match=r"2 of 100 rows cannot be used.*\n.*a\.jsonl:5: `output` is empty\n.*a\.jsonl:6"
-    ):
+    with pytest.raises(DataError, match=r"2 of 100 rows cannot be used.*\n.*a\.jsonl:5: `output` is"):
         load_examples(rows, ENCODER)
     data = load_examples(rows, ENCODER, skip_bad_rows=True)
     assert (len(data.examples), data.counts.num_bad) == (98, 2)
