@@ -15,8 +15,9 @@ from page_commands import ROOT, script
 from warm_commands import warm_commands
 
 TIMEOUT_S = 1500
-# A server never ends; the other commands get less to do. Later flags win over those on the page. The page draws the
-# same rollouts for three kinds of rows: here the second and the third kind continue from those of the first.
+# A server never ends; the other commands get less to do, and vLLM starts for `ppo` alone. Later flags win over those on
+# the page. The page draws the same rollouts for three kinds of rows: here the second and the third kind continue from
+# those of the first.
 PRELUDE = """
 rlhf() {
   local kind split
@@ -30,7 +31,7 @@ rlhf() {
   done
   case $1 in
     serve_rm) warm "$@" --dry_run ;;
-    generate) warm "$@" --max_samples 24 ;;
+    generate) warm "$@" --max_samples 24 --engine transformers ;;
     ppo) warm "$@" --train_steps 1 --rollout_batch_size 16 ;;
     sft|rm|dpo|kto|prm|kd) warm "$@" --max_epochs 1 ;;
     *) warm "$@" ;;

@@ -6,12 +6,14 @@ from typing import Any
 
 from rlhf_cli.config.paths import CONFIG_FILE, user_path
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import without_effect
+from rlhf_data.options.checks import check_has_metric, without_effect
 from rlhf_data.options.declare import Section, flag
 from rlhf_train.run.checkpoint import CheckpointSpec
 
 _GIB = 1 << 30
 _SAVED = ["max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt"]
+_OF_HELD_OUT = ["eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key"]
+_BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
 
 def resumed_config(values: Mapping[str, Any], option: str = "resume") -> Path | None:
@@ -103,3 +105,19 @@ class PpoEvaluationSection(EvaluationSection):
 
     eval_temperature: float = flag(0.6, "sampling temperature of evaluation; 0: greedy", ge=0)
     eval_n_samples_per_prompt: int = flag(1, "responses per held-out prompt", ge=1)
+
+    def check(self, given: Collection[str], eval_data: str | None) -> list[str]:
+        """Return notices for options without effect, and for a metric whose best value is not its highest.
+
+        Raises ConfigError for options that contradict.
+        """
+        best = self.best_metric_key
+        notices = check_has_metric("eval_data", eval_data, best, self.eval_steps)
+        if eval_data is None:
+            return without_effect(given, (True, _OF_HELD_OUT, "there is no --eval_data"))
+        if self.eval_temperature == 0 and self.eval_n_samples_per_prompt > 1:
+            message = f"--eval_n_samples_per_prompt is {self.eval_n_samples_per_prompt} at --eval_temperature 0"
+            raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
+        if best is not None and best.rpartition("/")[2] in _BETTER_WHEN_LOW:
+            notices.append(f"--best_metric_key {best} keeps the highest value, though lower is usually better")
+        return notices

@@ -16,7 +16,7 @@ from rlhf_cli.config.reward import RewardSection
 from rlhf_cli.config.rollout import FILTER_OPTIONS, RolloutSection
 from rlhf_cli.config.training import PpoTrainingSection
 from rlhf_data.errors import ConfigError
-from rlhf_data.options.checks import check_has_metric, missing, once, without_effect
+from rlhf_data.options.checks import missing, once, without_effect
 from rlhf_data.options.declare import Config, matching
 from rlhf_rollout.commands.sections import SHARE_ALONE, AgentSection
 from rlhf_rollout.protocols import SamplingParams
@@ -32,13 +32,11 @@ from rlhf_train.specs import ModelSpec
 _POOL_OPTIONS = ("target_pass_rate", "pool_uniform_share", "pool_retire_visits")
 _MIX_OPTIONS = ("mix_temperature", "mix_window")
 _REUSE_OPTIONS = ("reuse_max_age", "reuse_pass_rate")
-_EVALUATION_OPTIONS = ("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "source_key")
 _SLEEP = ("vllm_enable_sleep", "deepspeed_enable_sleep")
 _TEACHER_PLACES = ("teacher_num_nodes", "teacher_num_gpus_per_node")
 _REFERENCE_PLACES = ("ref_num_nodes", "ref_num_gpus_per_node", "colocate_actor_ref")
 _MANY_PASSES = 8  # per update, for which fuller ones pay
 _USUAL_PASS_TOKENS = 16384
-_BETTER_WHEN_LOW = ("truncated", "response_tokens", "failed")
 
 
 class PpoConfig(Config):
@@ -169,7 +167,7 @@ class PpoConfig(Config):
         notices += self.rollout.check_filtering(given, has_model=self.reward.reward_pretrain is not None)
         notices += _check_pool(self, given)
         _check_reuse(self)
-        notices += _check_evaluation(self, given)
+        notices += self.evaluation.check(given, self.data.eval_data)
         notices += self.engine.check_drafts(given, self.rollout) + _check_sampling(self, given)
         notices += _check_replay(self, given)
         notices += self.checkpoint.check(given, self.output.save_path)
@@ -403,21 +401,6 @@ def _check_replay(config: PpoConfig, given: Collection[str]) -> list[str]:
     return without_effect(
         given, (True, unused, "--replay trains on recorded rollouts: nothing is generated or evaluated")
     )
-
-
-def _check_evaluation(config: PpoConfig, given: Collection[str]) -> list[str]:
-    """Check the options of evaluation on held-out prompts."""
-    section = config.evaluation
-    notices = check_has_metric("eval_data", config.data.eval_data, section.best_metric_key, section.eval_steps)
-    if config.data.eval_data is None:
-        return without_effect(given, (True, _EVALUATION_OPTIONS, "there is no --eval_data"))
-    if section.eval_temperature == 0 and section.eval_n_samples_per_prompt > 1:
-        message = f"--eval_n_samples_per_prompt is {section.eval_n_samples_per_prompt} at --eval_temperature 0"
-        raise ConfigError(f"{message}: greedy responses are all the same", hint="use 1 sample, or a temperature")
-    best = section.best_metric_key
-    if best is not None and best.rpartition("/")[2] in _BETTER_WHEN_LOW:
-        notices.append(f"--best_metric_key {best} keeps the highest value, though lower is usually better")
-    return notices
 
 
 def _check_sampling(config: PpoConfig, given: Collection[str]) -> list[str]:
