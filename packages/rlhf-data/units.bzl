@@ -46,7 +46,7 @@ TESTS = {
     "options/progress_test.py": ["rlhf-data/options", "rlhf-data/records", "rlhf-data/testing", "tests/support/record_testing"],
     "own_code_test.py": ["rlhf-data/errors", "rlhf-data/own_code", "rlhf-data/pretrained"],
     "packing_test.py": ["rlhf-data/errors", "rlhf-data/packing"],
-    "presets_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/keys", "rlhf-data/main", "rlhf-data/options", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
+    "presets_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/keys", "rlhf-data/options", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
     "pretrained_test.py": ["rlhf-data/errors", "rlhf-data/pretrained", "rlhf-data/rows", "tests/support/sentencepiece_testing"],
     "prompts_test.py": ["rlhf-data/errors", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
     "records_test.py": ["rlhf-data/errors", "rlhf-data/records", "rlhf-data/testing", "tests/support/record_testing"],

@@ -104,16 +104,6 @@ def test_marks_become_flags_and_other_text_stays():
             " --n_samples_per_prompt 2)\n\nhint: use --train_batch_size 2\n",
         ),
         (
-            "ppo --policy_loss_type gspo --dual_clip 3",
-            "error: --dual_clip 3 belongs to the PPO loss, and the policy loss is GSPO\n\n"
-            "hint: drop --dual_clip, or use --policy_loss_type ppo\n",
-        ),
-        (
-            "ppo --is_correction_threshold 2 1",
-            "error: --is_correction_threshold is 2 1: 0 <= low < high is needed\n\n"
-            "hint: give LOW before HIGH, two numbers, such as 0.5 2\n",
-        ),
-        (
             "generate --engine fake --prompt_data {rows} --input_key q --output_path {out} --prompt_max_len 2",
             "error: all 1 prompts of {rows} are longer than --prompt_max_len 2\n\n"
             "hint: the shortest has 6 tokens, the longest 6: raise --prompt_max_len\n",

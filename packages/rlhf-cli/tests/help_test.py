@@ -82,13 +82,6 @@ def test_bad_flag_exits_with_2_and_a_hint_without_heavy_imports():
     assert "gae'] []" in done.stdout
 
 
-def test_unknown_command_exits_with_2_and_a_hint():
-    done, _ = run(command(["pppo"]))
-    assert done.returncode == 2
-    assert "unknown command `pppo`" in done.stderr
-    assert "did you mean `ppo`?" in done.stderr
-
-
 def test_help_shows_words_before_flags_and_which_switches_are_on():
     pages = {name: " ".join(command_line(name).parser().format_help().split()) for name in ("ppo", "replay")}
     assert pages["replay"].startswith("usage: rlhf replay RUN_DIR --step N [--config FILE.toml]")

@@ -84,11 +84,6 @@ def test_each_of_several_extra_keys_is_looked_for(tmp_path):
         check_extra_keys(rows, ["level", "test"])
 
 
-def test_rows_with_their_text_in_one_column_guide_to_it(tmp_path):
-    _, hint = failure(tmp_path, {"role": "prompter", "text": "Hello"}, {"input_key": "input"})
-    assert hint == "did you mean --input_key text?"
-
-
 def test_key_that_another_option_names_is_not_proposed(tmp_path):
     _, hint = failure(tmp_path, {"question": "q", "z": 1}, {"input_key": "question", "prompt_key": "questions"})
     assert hint == "name one of these keys with --prompt_key KEY"

@@ -152,20 +152,6 @@ def test_typed_newlines_are_newlines_and_latex_stays(typed, read):
     assert TemplateSection(input_template=read).input_template == read
 
 
-def test_inspect_of_rows_that_make_no_example_says_why(tmp_path, capsys, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "one"}])
-    status, out, err = inspect(capsys, path, "--tokenizer", tokenizer)
-    assert status == 2
-    assert "  question: text in 1 rows\n1 rows can be read, 0 cannot\n" in out
-    expected = f"error: --input_key: {path}:1: unknown key `input`; known: question\n\nhint: did you mean --input_key q"
-    assert expected in err
-    status, _, err = inspect(capsys, path, "--tokenizer", tokenizer, "--kind", "preference")
-    assert (status, "--chosen_key: " in err) == (2, True)
-    path = write_jsonl(tmp_path / "b.jsonl", [{"question": "one", "output": "  "}])
-    status, _, err = inspect(capsys, path, "--tokenizer", tokenizer, "--input_key", "question")
-    assert (status, "`output` is empty" in err) == (2, True)
-
-
 def test_inspect_without_rows_needs_them_and_a_dry_run_lists_that(capsys):
     assert main(["inspect"]) == 2
     assert "error: --dataset is missing" in capsys.readouterr().err

@@ -8,10 +8,9 @@ from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.examples.load import load_examples, make_encoder
 from rlhf_data.keys import check_keys
-from rlhf_data.main import main
 from rlhf_data.options.sections import ExampleSection, SampleSection
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows.presets import PRESETS, boxed
+from rlhf_data.rows.presets import boxed
 from rlhf_data.rows.row import RowErrors
 from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import ByteTokenizer
@@ -288,24 +287,6 @@ def test_presets_of_every_kind_become_prompts_or_examples(tmp_path):
             assert not side.loss_mask[: len(prompt.token_ids)].any()
 
 
-@pytest.mark.parametrize(
-    ("preset", "row", "text", "labels"),
-    [
-        # Math-Shepherd's own placeholder gives back its input.
-        ("math_shepherd", SHEPHERD, SHEPHERD["input"].replace("ки", "#"), [1, 0]),
-        ("prm800k", JUDGED, "Factor $6$.\nLet me see.\n#It is even.\n#So 2*4.#", [1, 1, 0]),
-        ("stepwise", STEPS, "Blue light scatters more,\n# so skies are\n# red.#", [1, 0.5, 0]),
-    ],
-)
-def test_presets_of_steps_become_examples_with_a_placeholder_after_each_step(tmp_path, preset, row, text, labels):
-    source = open_sources(write_jsonl(tmp_path / "data.jsonl", [row]), preset=preset)
-    section = type("Keys", (), {"placeholder_token": "#"})()
-    [example] = load_examples(source, make_encoder("process", section, ByteTokenizer())).examples
-    assert bytes(example.token_ids[1:].tolist()).decode() == text
-    assert example.positions.tolist() == [1 + at for at, letter in enumerate(text.encode()) if letter == ord("#")]
-    assert example.labels.tolist() == labels
-
-
 def test_placeholder_of_math_shepherd_is_that_of_its_inputs():
     class Section(ExampleSection):
         placeholder_token: str | None = None
@@ -319,13 +300,3 @@ def test_placeholder_of_math_shepherd_is_that_of_its_inputs():
 def test_judged_steps_are_for_commands_that_know_of_steps(preset):
     with pytest.raises(ValueError, match=rf"rows of {preset} have judged steps(.|\n)*use `rlhf prm`"):
         SampleSection(preset_data=preset)
-
-
-def test_inspect_shows_the_keys_of_a_preset(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "data.jsonl", [SUMS])
-    assert main(["inspect", "--dataset", str(path), "--preset_data", "gsm8k"]) == 0
-    assert "  label: 1200\n" in capsys.readouterr().out
-    assert main(["inspect", "--dataset", str(path), "--preset_data", "gsm"]) == 2
-    told = capsys.readouterr().err
-    assert "--preset_data: unknown value `gsm`" in told and "did you mean `gsm8k`?" in told
-    assert all(name in told for name in PRESETS)

@@ -8,7 +8,7 @@ import pytest
 from record_testing import write_jsonl
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.prompts import load_prompts
-from rlhf_data.rows.row import Counts, Row
+from rlhf_data.rows.row import Row
 from rlhf_data.rows.sources import open_sources
 from rlhf_data.testing import BOS_ID, ByteTokenizer
 
@@ -73,11 +73,6 @@ def test_digest_of_cells_that_json_lacks_does_not_change(tmp_path):
     assert rows[0].digest(["q", None]) == Row({"q": "1"}, "b", 9).digest(["q", None]) != rows[0].digest([None, "q"])
 
 
-def test_load_prompts_without_label_key_has_no_labels(tmp_path):
-    path = write_jsonl(tmp_path / "math.jsonl", ROWS)
-    assert [prompt.label for prompt in load_prompts(open_sources(path), ByteTokenizer(), input_key="q")] == [None] * 3
-
-
 def test_load_prompts_drops_and_counts_too_long_and_cuts_nothing(tmp_path):
     # Tokens, with <bos>: 4, 6, 8. A limit of 6 keeps the first two whole.
     prompts = load_prompts(
@@ -86,15 +81,6 @@ def test_load_prompts_drops_and_counts_too_long_and_cuts_nothing(tmp_path):
     assert [len(prompt.token_ids) for prompt in prompts] == [4, 6]
     assert (prompts.counts.num_rows, prompts.counts.num_too_long, prompts.counts.longest_tokens) == (3, 1, 8)
     assert prompts.summary == "2 prompts, the longest read has 8 tokens; 1 of 3 left out as too long"
-
-
-def test_load_prompts_most_too_long_says_which_share(tmp_path):
-    rows = open_sources(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    prompts = load_prompts(rows, ByteTokenizer(), input_key="q", prompt_max_len=4)  # they have 4, 6 and 8 tokens
-    lost = "most of the data, 67 %, is not used: 2 of 3 left out as too long"
-    assert prompts.summary == f"1 prompts, the longest read has 8 tokens; {lost}"
-    assert Counts(num_rows=4, num_too_long=2).most_is_lost == ""
-    assert Counts(num_rows=4, num_too_long=3).most_is_lost == "most of the data, 75 %, is not used: "
 
 
 def test_load_prompts_all_too_long_says_how_long_they_are(tmp_path):
@@ -125,12 +111,6 @@ def test_load_prompts_refuses_rows_with_ids_that_the_model_lacks(tmp_path):
         )
 
 
-def test_load_prompts_max_samples_counts_rows_read(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS[::-1])
-    prompts = load_prompts(open_sources(path, max_samples=2), ByteTokenizer(), input_key="q", prompt_max_len=6)
-    assert (len(prompts), prompts.counts.num_rows, prompts.counts.num_too_long) == (1, 2, 1)
-
-
 def test_load_prompts_options_that_cannot_work_fail_before_the_file_is_read(tmp_path):
     rows = open_sources(write_jsonl(tmp_path / "a.jsonl", ["broken"]))
     with pytest.raises(ConfigError, match="prompt_max_len must be at least 1, got 0"):
@@ -143,12 +123,6 @@ def test_load_prompts_options_that_cannot_work_fail_before_the_file_is_read(tmp_
     assert prompt.token_ids.tolist() == [*b"x"]
     with pytest.raises(ConfigError, match="exactly once"):
         load_prompts(rows, ByteTokenizer(), input_template="x")
-
-
-def test_load_prompts_null_label_names_file_and_line(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"q": "1", "a": None}])
-    with pytest.raises(DataError, match=r"a\.jsonl:4: the label `a` is null"):
-        load_prompts(open_sources(path), ByteTokenizer(), input_key="q", label_key="a")
 
 
 def test_load_prompts_input_without_tokens_names_file_and_line(tmp_path):

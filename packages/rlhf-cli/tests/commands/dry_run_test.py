@@ -44,12 +44,6 @@ def lists(capsys) -> dict[str, list[str]]:
     return found
 
 
-def test_model_folders_whose_names_have_a_comma_are_found(folder, capsys):
-    shutil.copytree(MODEL_DIR, folder / "lr=1,a")
-    assert main([*flags(pretrain="lr=1,a", teacher_model="lr=1,a"), "--dry_run"]) == 0
-    assert lists(capsys) == {}
-
-
 def test_line_without_prompts_shows_its_plan_and_that_one_thing(folder, capsys):
     assert main([*flags(prompt_data=None), "--dry_run"]) == 0
     assert lists(capsys) == {
@@ -94,12 +88,6 @@ def test_files_and_folders_that_do_not_exist_are_missing(folder, capsys):
             f"--remote_rm_url r.py: there is no file {folder / 'r.py'}",
         ]
     }
-
-
-@pytest.mark.parametrize("name", ["output", "owner/name@", "owner/kind/name"])
-def test_name_that_can_be_none_of_the_hub_is_that_of_a_folder(folder, capsys, name):
-    assert main([*flags(pretrain=name), "--dry_run"]) == 0
-    assert lists(capsys) == {"still missing": [f"--pretrain {name}: there is no folder {name}"]}
 
 
 def test_what_is_here_is_looked_at_though_something_else_is_not(folder, capsys):

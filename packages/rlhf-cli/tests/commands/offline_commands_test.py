@@ -237,15 +237,3 @@ def test_bad_input_is_refused_before_a_model_loads(folder, models, capsys, monke
     assert run(command, flags(command, models, **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
-
-
-def test_bad_rows_end_a_run_or_are_left_out(folder, models, capsys):
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS, {"chosen": "x"}]))
-    assert run("dpo", [*flags("dpo", models), "--dry_run"]) == 2
-    error = capsys.readouterr().err
-    assert "1 of 5 rows cannot be used" in error
-    assert "pairs.jsonl:5: unknown key `rejected`" in error
-    assert run("dpo", [*flags("dpo", models), "--dry_run", "--skip_bad_rows"]) == 0
-    captured = capsys.readouterr()
-    assert "notice: --dataset: 4 examples" in captured.err
-    assert "4 examples x 1 epochs" in captured.out

@@ -164,10 +164,3 @@ def test_output_folder_that_cannot_be_used_is_refused_and_leaves_nothing(folder,
     with pytest.raises(ConfigError, match=r"--save_path .* (is not an empty folder|cannot be written).*\n\nhint: "):
         paths.check_output_folder(paths.user_path(text))
     assert sorted(folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize("text", ["new", "new/deeper", "empty"])
-def test_output_folder_that_is_new_or_empty_passes_and_is_not_made(folder, text):
-    (folder / "empty").mkdir()
-    paths.check_output_folder(paths.user_path(text))
-    assert [path.name for path in folder.rglob("*")] == ["empty"]

@@ -306,24 +306,6 @@ def test_suggestion_uses_all_gpus_and_is_a_plan_that_fits(capsys):
     assert "prompt 1024 + response 4096 = at most 5120" in again
 
 
-def test_model_may_be_a_config_file_or_in_the_hubs_cache(capsys, tmp_path, monkeypatch):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(shape_config("qwen2.5-1.5b")))
-    asked = []
-
-    def cached(*words, **options):
-        asked.append((words, options))
-        return str(file)
-
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
-    words = ["--gpus", "1", *model("qwen2.5-1.5b", 1)]
-    named = run(capsys, *words)
-    for name in ("config.json", "owner/name@v2"):
-        words[words.index("--pretrain") + 1] = name
-        assert run(capsys, *words)[:2] == named[:2]
-    assert asked[0] == (("owner/name", "config.json"), {"revision": "v2"})
-
-
 NEEDS_GPUS = "hint: add --gpus with 1 to 8 or a multiple of 8, and --gpu_memory_gb"
 
 

@@ -66,17 +66,6 @@ def test_dry_run_of_the_builtin_task_shows_configuration_placement_and_arithmeti
     assert not (folder / "rlhf-output").exists()
 
 
-def test_dry_run_on_own_files_resolves_them_from_the_users_folder(folder, capsys, monkeypatch):
-    monkeypatch.chdir("/")
-    assert main([*flags(num_episodes=3), "--dry_run", "--save_path", "out"]) == 0
-    printed = capsys.readouterr()
-    assert f"results will be in {folder / 'out'}" in printed.out
-    assert "3 steps x 1 = 3 updates; 24 prompts drawn from 8, 3.00 passes" in printed.out
-    assert "held-out" not in printed.out
-    assert f'prompt_data = "{folder / "prompts.jsonl"}"' in printed.out
-    assert not (folder / "out").exists()
-
-
 def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
     long = {"question": "What is " + "1 + " * 40 + "1?", "answer": "41"}
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, long]))
@@ -89,22 +78,6 @@ def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
     assert "the reward function failed on the first prompts, and the run goes on" in notices
     assert "no luck" in notices
     assert "--rollout_batch_size 16 is more than the 8 prompts: each is used 2.0 times per step" in notices
-
-
-def test_dry_run_says_once_that_an_option_has_no_effect(folder, capsys):
-    assert (
-        main(
-            [
-                *flags(init_kl_coef=0, critic_num_nodes=2, advantage_estimator="reinforce"),
-                "--colocate_actor_ref",
-                "--dry_run",
-            ]
-        )
-        == 0
-    )  # both have another reason on a CPU
-    notices = capsys.readouterr().err
-    assert notices.count("--colocate_actor_ref has no effect") == 1
-    assert notices.count("--critic_num_nodes has no effect") == 1
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------

@@ -96,12 +96,6 @@ def test_a_password_in_the_address_is_refused():
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("steps", ["0", "-1"])
-def test_logging_steps_start_at_one(steps):
-    with pytest.raises(ConfigError, match=f"--logging_steps is {steps}; it must be at least 1"):
-        sft("--logging_steps", steps)
-
-
 SCRIPT = """
 import sys
 from pathlib import Path

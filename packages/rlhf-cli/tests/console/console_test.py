@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.console.results import show_results
-from rlhf_cli.console.views import DOING, PPO_COLUMNS, Console, OfflineView, RunView, StepTable, sparkline
+from rlhf_cli.console.views import DOING, Console, OfflineView, RunView, sparkline
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.run.timeline import PHASES
 
@@ -44,20 +44,6 @@ def rollout(text: str, verdict: Verdict | None) -> Rollout:
     return Rollout("r", "g", spans, FinishReason.STOP, text=text, verdict=verdict)
 
 
-def test_step_table_writes_a_header_and_one_aligned_line_a_step(streams):
-    out, err = streams
-    table = StepTable(Console(out, err), PPO_COLUMNS)
-    table.step(1, 10, METRICS)
-    table.step(10, 10, METRICS | {"policy/loss": 123456.789})
-    header, first, last = out.getvalue().splitlines()
-    assert header.split() == ["step", *(column.title for column in PPO_COLUMNS)]
-    assert first.split()[:4] == ["1/10", "0.250", "0.0125", "-0.5000"]
-    assert first.split()[4] == "-"  # no critic: no value loss
-    assert "1.2e+05" in last  # too wide for its column
-    assert len(header) == len(first) == len(last)
-    assert err.getvalue() == ""
-
-
 def test_tables_have_all_columns_in_their_widths_and_decimals_and_others_none_that_they_need_not(streams):
     out, err = streams
     RunView(Console(out, err), 10).step(1, 10, METRICS | {"kl/teacher": 0.5, "samples/filtered": 3.0})
@@ -77,16 +63,6 @@ def test_tables_have_all_columns_in_their_widths_and_decimals_and_others_none_th
         " update    loss reward margin       x grad norm       rate   tok/s seconds\n"
         "    1/6  1.0000        2.0000       -     1.500  0.0000100    1234    1.00\n"
     )
-
-
-def test_step_table_with_an_interval_keeps_the_first_the_due_and_the_last(streams, monkeypatch):
-    out, err = streams
-    times = iter([0.0, 59.0, 60.0, 119.0, 119.5])
-    monkeypatch.setattr("rlhf_cli.console.views.time.monotonic", lambda: next(times))
-    table = StepTable(Console(out, err), PPO_COLUMNS, min_interval_s=60.0)
-    for step in range(1, 6):
-        table.step(step, 5, METRICS)
-    assert [line.split()[0] for line in out.getvalue().splitlines()[1:]] == ["1/5", "3/5", "5/5"]
 
 
 def test_run_view_shows_samples_on_one_line_each_with_verdict_and_label(streams):
@@ -178,20 +154,6 @@ def test_run_view_passes_of_the_first_step_that_are_not_half_full_are_told(strea
     for step in (3, 4):
         view.step(step, 10, METRICS | {"throughput/pass_fill": fill})
     assert err.getvalue() == (f"{told}--micro_batch_tokens fills them\n" if told else "")
-
-
-def test_run_view_says_nothing_of_the_time_that_is_left_once_no_step_follows(streams, monkeypatch):
-    said = []
-    console = Console(*streams)
-    monkeypatch.setattr(console, "working", lambda text, ends_in_s=None, **_: said.append((text, ends_in_s)))
-    view = RunView(console, 10)
-    view.step(3, 10, {"time/step": 20.0})
-    view.phase("train")
-    view.stopping()
-    view.phase("checkpoint")
-    [(during, left), after] = said
-    assert during == "step 4/10: training" and left == pytest.approx(140, abs=5)
-    assert after == ("copying the state of the run", None)
 
 
 def test_show_results_names_accuracy_and_every_place(streams):

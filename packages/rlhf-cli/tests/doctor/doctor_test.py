@@ -67,13 +67,6 @@ def test_wrong_version_names_the_range_and_the_command():
     assert all(finding.costs for finding in findings)
 
 
-def test_packages_that_run_from_their_sources_are_one_notice():
-    [finding] = libraries.versions(installed({}), installed({}))
-    assert finding.level == "notice"
-    assert finding.found.startswith("not installed: rlhf-kernels, ") and finding.found.count("rlhf-") == 6
-    assert "uv sync" in finding.hint
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -111,14 +104,6 @@ def test_version_that_is_not_tested_is_a_notice(name, version, tested, expected,
     else:
         assert (finding.level, finding.found, finding.hint) == ("notice", *expected)
         assert finding.costs
-
-
-def test_what_a_library_found_is_told(monkeypatch):
-    said = {"version": "2.13", "cuda": "13.0", "gpus": ["a", "b"], "tested": []}
-    assert libraries.library("torch", lambda _: said).found == "2.13, CUDA 13.0, 2 GPUs compute"
-    said = {"version": "2.60.0", "tested": ["2.60.0"], "cluster": "10.0.0.1:6379", "nodes": 3}
-    found = "2.60.0, a run joins the cluster of 3 nodes at 10.0.0.1:6379"
-    assert libraries.library("ray", lambda _: said).found == found
 
 
 def test_ranks_are_one_per_gpu_by_nccl_and_two_on_cpus_by_gloo(monkeypatch):

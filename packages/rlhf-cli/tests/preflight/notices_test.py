@@ -26,19 +26,16 @@ def notices_with(text: str, *argv: str) -> list[str]:
     ("argv", "says"),
     [
         ("--train_batch_size 1024 --packing_samples", "makes 128 passes per update, of 8 packed samples .*"),
-        ("--train_batch_size 64 --packing_samples", "makes 8 passes per update, of 8 packed"),
         (
             "--train_batch_size 1024 --packing_samples --generate_max_len 30000 --prompt_max_len 2000",
             "--micro_batch_tokens 32000, or ",
         ),
-        ("--train_batch_size 56 --packing_samples", None),
         ("--train_batch_size 1024", None),  # samples are padded
         ("--train_batch_size 1024 --packing_samples --actor_num_gpus_per_node 16", "makes 8 passes per update"),
         (
             "--train_batch_size 1024 --packing_samples --actor_num_gpus_per_node 16 --sequence_parallel_size 2",
             "makes 16 passes per update",
         ),
-        ("--train_batch_size 504 --packing_samples --actor_num_gpus_per_node 9", None),
         ("--train_batch_size 1024 --packing_samples --micro_train_batch_size 4", None),
         ("--train_batch_size 1024 --packing_samples --micro_batch_tokens 4096", None),
     ],

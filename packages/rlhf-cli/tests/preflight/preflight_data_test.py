@@ -233,18 +233,6 @@ def test_check_inputs_variables_of_the_chat_template_reach_all_prompts(check, re
     assert "the chat template does not read `thin`" in refused(*argv, given[0], '{"thin": 1}')
 
 
-def test_rows_that_are_left_out_of_training_or_held_out_prompts_are_a_notice():
-    config = PpoConfig(rollout={"rollout_batch_size": 32})
-    whole, part = (tuple(Prompt(f"{n}{i}", np.array([1]), f"{n} {i}") for i in range(40)) for n in ("whole", "part"))
-    for found, told in (
-        (Counts(50, num_too_long=10, longest_tokens=99), "10 of 50 prompts are longer than --prompt_max_len"),
-        (Counts(50, num_bad=10), "10 of 50 rows cannot be used and are left out"),
-    ):
-        for sets in ((PromptSet(part, found), None), (PromptSet(whole, Counts(40)), PromptSet(part, found))):
-            [notice] = data_notices(config, *sets)
-            assert notice.startswith(told)
-
-
 def test_held_out_prompts_are_training_prompts_if_they_ask_the_same_about_the_same_image():
     config = PpoConfig(rollout={"rollout_batch_size": 2})
     trained, held_out = (

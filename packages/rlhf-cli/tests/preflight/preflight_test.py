@@ -48,13 +48,6 @@ def test_check_inputs_reaches_every_server_once(check, folder, server):
     assert found.notices == ()
 
 
-def test_check_inputs_server_that_is_busy_is_a_notice(check, server):
-    server.answer = lambda query: (503, [])
-    (notice,) = check("--remote_rm_url", server.url).notices
-    assert notice.startswith("the reward server failed on the first prompts, and the run goes on: ")
-    assert "503" in notice
-
-
 def test_check_inputs_reward_models_are_folders_and_the_critic_starts_from_the_first(check, models):
     argv = ["--remote_rm_url", "None", "--reward_pretrain", f"{models / 'judge'},{models / 'second'}"]
     found = check(*argv)
@@ -218,16 +211,6 @@ def test_check_inputs_reward_models_read_images_as_the_policy_does(check, refuse
     steps = {"process_reward": {"placeholder": 5, "good": 10, "bad": 12}}
     (rewards / "config.json").write_text(json.dumps(config | steps))
     assert "--image_key needs rewards of whole responses, and" in refused(*argv, "--reward_pretrain", "rm")
-
-
-@pytest.mark.parametrize("template", ["", "{{ raise_exception('one question only') if messages|length > 1 }}"])
-def test_check_inputs_agent_needs_no_template_for_conversations(check, folder, models, template):
-    shutil.copytree(models / "policy", folder / "policy")
-    (folder / "policy/chat_template.jinja").write_text(template)
-    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
-    found = check("--pretrain", "policy", "--agent_func_path", "agent.py")
-    assert found.agent == str(folder / "agent.py")
-    assert not [notice for notice in found.notices if "chat template" in notice]
 
 
 def test_check_inputs_agent_is_the_command_line_of_a_program(check, refused, folder):

@@ -176,36 +176,6 @@ def test_a_line_fits_the_terminal_that_it_is_written_to(columns, shown, clock, m
     assert drawn == b"\r\x1b[2K/ " + b"x" * shown
 
 
-def test_other_lines_go_above_the_line_while_it_is_paused(terminal, pipe):
-    stream, progress = terminal
-    progress.show("generating")
-    before = len(stream.getvalue())
-    with progress.paused():
-        stream.write("waiting\n")
-    progress.beat()
-    assert stream.getvalue()[before:].startswith("\r\x1b[2Kwaiting\n\r\x1b[2K")
-    assert stream.getvalue().rstrip().endswith("generating  0 s")
-    progress.clear()
-    stream, progress = pipe
-    progress.show("generating")
-    with progress.paused():
-        stream.write("waiting\n")
-    assert stream.getvalue() == "generating ...\nwaiting\n"
-
-
-def test_doing_ends_with_its_block_even_when_that_fails(terminal):
-    stream, progress = terminal
-
-    def fail():
-        with progress.doing("merging"):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert "merging" in stream.getvalue()
-    assert stream.getvalue().endswith("\r\x1b[2K")
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (7500, "2 h 5 min")],
