@@ -28,7 +28,7 @@ class Environment:
 """
 REWARD = """
 def reward_func(queries, prompts, labels):
-    return {"rewards": [float(label in query[len(prompt):]) for query, prompt, label in zip(queries, prompts, labels)]}
+    return {"rewards": [float(len(query) % 2) for query in queries]}
 """
 IMAGES = "--image_key images --apply_chat_template"
 PPO = "--prompt_data train.jsonl --eval_data held.jsonl --label_key output --remote_rm_url reward.py --save_path out"

@@ -155,6 +155,7 @@ REACHES = [
     ("sft", "load_checkpoint", "", "--save_path r", "checkpoints.resume", True),
     ("sft", "resume", "r", "", "checkpoints.resume", True),
     ("dpo", "loss_type", "orpo", "", "objective.loss_type", "orpo"),
+    ("dpo", "ipo", "", "", "objective.loss_type", "ipo"),
     ("dpo", "beta", "0.5", "", "objective.beta", 0.5),
     ("dpo", "label_smoothing", "0.2", "", "objective.label_smoothing", 0.2),
     ("dpo", "nll_loss_coef", "0.2", "", "objective.nll_loss_coef", 0.2),
