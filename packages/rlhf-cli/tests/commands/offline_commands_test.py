@@ -237,3 +237,12 @@ def test_bad_input_is_refused_before_a_model_loads(folder, models, capsys, monke
     assert run(command, flags(command, models, **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("good", [[True, False], [True], [False]])
+def test_kto_tells_of_answers_of_one_kind(folder, models, capsys, good):
+    rows = [row for row in ANSWERS if row["good"] in good]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("kto", [*flags("kto", models), "--dry_run"]) == 0
+    told = f"all 4 answers are {'desirable' if good[0] else 'undesirable'}; KTO learns from both kinds"
+    assert (told in capsys.readouterr().err) == (len(good) == 1)

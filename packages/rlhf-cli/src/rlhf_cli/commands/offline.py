@@ -338,6 +338,12 @@ def _load(
     console.done()
     if (examples.counts.num_too_long or examples.counts.num_bad) and rank == 0:
         console.notice(f"{flag}: {examples.summary}")
+    verdict = getattr(examples.examples[0], "is_desirable", None)
+    if rank == 0 and verdict is not None and all(item.is_desirable == verdict for item in examples.examples):
+        kind = "desirable" if verdict else "undesirable"
+        console.notice(
+            f"{flag}: all {len(examples.examples)} answers are {kind}; KTO learns from both kinds (--label_key)"
+        )
     return examples
 
 
