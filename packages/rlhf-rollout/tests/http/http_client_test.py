@@ -341,6 +341,20 @@ def test_servers_on_this_machine_are_asked_without_the_proxy_of_the_environment(
     assert seen == ["here", "here", "proxy"]
 
 
+@pytest.mark.parametrize(("timeout_s", "connect_s"), [(4.0, 2.0), (20.0, 10.0), (600.0, 10.0)])
+def test_connections_are_as_many_as_it_takes_and_given_up_before_the_request(monkeypatch, timeout_s, connect_s):
+    made = []
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: made.append(options) or SimpleNamespace())
+
+    async def connect():
+        _ = Client(["http://127.0.0.1:1"], timeout_s=timeout_s)._connections
+
+    asyncio.run(connect())
+    assert made[0]["timeout"] == httpx.Timeout(None, connect=connect_s)
+    assert made[0]["limits"] == httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+    assert made[0]["mounts"] == {"all://127.0.0.1": None}
+
+
 def test_client_is_shown_without_its_token():
     assert "s3cret" not in repr(Client(["https://host"], timeout_s=1.0, token="s3cret"))
 
