@@ -46,6 +46,16 @@ def check_bounds(record: Any) -> None:
             raise ConfigError(f"``{item.name}`` is {value}; {what} must be {allowed}", hint=hint)
 
 
+def check_none(is_used: object, message: str, *cases: tuple[object, str, str]) -> None:
+    """Raise ConfigError for the first of `cases` that holds, if what they cannot go with is used.
+
+    Each case says whether it holds, what the error says after `message`, and the hint.
+    """
+    for holds, reason, hint in cases if is_used else ():
+        if holds:
+            raise ConfigError(f"{message} {reason}", hint=hint)
+
+
 def _example(known: Field[Any], value: Any) -> str:
     """Return an allowed value of a field, as it is typed: its default, else a number at or near its bounds."""
     if known.default is not MISSING:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_data.bounds import check_none
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.run_spec import GenerationSpec
@@ -108,18 +109,15 @@ class OnlineJob(LearningSpec, GenerationSpec):
     def _check_averages(self) -> None:
         """Check that teachers which are the average of the actor's weights can be computed."""
         for role, spec in self.models.items():
-            for is_wrong, reason, hint in (
+            elsewhere = self.plan.trainers_of(role) != self.plan.trainers_of("actor")
+            check_none(
+                spec.is_average,
+                f"the {role} is the average of the actor's weights, and",
                 (self.ema_beta is None, "there is none", "set ``ema_beta``"),
-                (
-                    self.plan.trainers_of(role) != self.plan.trainers_of("actor"),
-                    "it has processes of its own",
-                    "join them",
-                ),
+                (elsewhere, "it has processes of its own", "join them"),
                 (spec.zpg > 1, "``zpg`` copies weights before they are averaged", "drop ``zpg``"),
                 (self.early_forwards, "``early_forwards`` would move it for each prompt", "drop ``early_forwards``"),
-            ):
-                if spec.is_average and is_wrong:
-                    raise ConfigError(f"the {role} is the average of the actor's weights, and {reason}", hint=hint)
+            )
 
     def _check_early_forwards(self) -> None:
         """Check that nothing moves models or needs several processes while groups generate."""

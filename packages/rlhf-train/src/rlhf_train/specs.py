@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.bounds import bounded, check_bounds
+from rlhf_data.bounds import bounded, check_bounds, check_none
 from rlhf_data.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,56 +114,44 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        self._check_images()
-        self._check_4bit()
         divides_tokens = self.sequence_parallel_size > 1
         size = f"``sequence_parallel_size={self.sequence_parallel_size}``"
-        if self.zpg > 1 and self.zero_stage < 3:
-            message = f"``zpg={self.zpg}`` copies the parts of weights that ZeRO stage 3 makes, and ``zero_stage`` is"
-            raise ConfigError(f"{message} {self.zero_stage}", hint="add ``zero_stage=3``, or drop ``zpg``")
-        for is_used, what in (
-            (divides_tokens, f"{size} divides packed sequences"),
-            (self.share_prompts, "``share_prompts`` stores the prompts of packed samples once"),
-        ):
-            if is_used and not self.packing:
-                raise ConfigError(f"{what}, and ``packing`` is off", hint="add ``packing``")
-        if divides_tokens and self.torch_compile == "on":
-            message = f"``torch_compile=on``, and the layers are not compiled with {size}"
-            raise ConfigError(message, hint="leave ``torch_compile`` at auto")
-        for is_used, what in (
-            (divides_tokens, "``sequence_parallel_size`` divides sequences"),
-            (self.aux_loss_coef > 0, "``aux_loss_coef`` counts the tokens of whole sequences"),
-            (self.routing_replay, "``routing_replay`` sends the tokens of each sequence to experts of its own"),
-        ):
-            if is_used and self.share_prompts:
-                message = f"{what}, and with ``share_prompts`` sequences have parts in common"
-                raise ConfigError(message, hint="drop one of them")
-
-    def _check_images(self) -> None:
-        for is_wrong, reason, hint in (
+        compiles = self.torch_compile == "on"
+        leave = "leave ``torch_compile`` at auto"
+        not_packed = (not self.packing, "``packing`` is off", "add ``packing``")
+        shares = (self.share_prompts, "with ``share_prompts`` sequences have parts in common", "drop one of them")
+        check_none(
+            self.images,
+            "a model that reads images is trained on whole sequences with whole layers, not compiled:",
             (self.share_prompts, "``share_prompts`` stores prompts once", "drop it"),
-            (self.sequence_parallel_size > 1, "``sequence_parallel_size`` divides sequences", "drop it"),
+            (divides_tokens, "``sequence_parallel_size`` divides sequences", "drop it"),
             (self.tensor_parallel_size > 1, "``tensor_parallel_size`` divides the layers", "drop it"),
-            (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
-        ):
-            if self.images and is_wrong:
-                message = "a model that reads images is trained on whole sequences with whole layers, not compiled"
-                raise ConfigError(f"{message}: {reason}", hint=hint)
-
-    def _check_4bit(self) -> None:
-        for is_wrong, reason, hint in (
+            (compiles, "``torch_compile`` is on", leave),
+        )
+        check_none(
+            self.is_in_4bit,
+            "``load_in_4bit`` restores weights inside the layers:",
             (self.zero_stage == 3, "ZeRO stage 3 divides weights of one form", "use ``zero_stage=2``"),
             (self.images, "it is not tested for models that read images", "drop ``load_in_4bit``"),
-            (self.torch_compile == "on", "the layers are not compiled", "leave ``torch_compile`` at auto"),
-        ):
-            if self.is_in_4bit and is_wrong:
-                raise ConfigError(f"``load_in_4bit`` restores weights inside the layers: {reason}", hint=hint)
+            (compiles, "the layers are not compiled", leave),
+        )
+        copies = f"``zpg={self.zpg}`` copies the parts of weights that ZeRO stage 3 makes, and ``zero_stage`` is"
+        other_stage = (self.zero_stage < 3, f"{self.zero_stage}", "add ``zero_stage=3``, or drop ``zpg``")
+        check_none(self.zpg > 1, copies, other_stage)
+        check_none(divides_tokens, f"{size} divides packed sequences, and", not_packed)
+        check_none(self.share_prompts, "``share_prompts`` stores the prompts of packed samples once, and", not_packed)
+        compiled = (compiles, f"the layers are not compiled with {size}", leave)
+        check_none(divides_tokens, "``torch_compile=on``, and", compiled)
+        check_none(divides_tokens, "``sequence_parallel_size`` divides sequences, and", shares)
+        check_none(self.aux_loss_coef > 0, "``aux_loss_coef`` counts the tokens of whole sequences, and", shares)
+        apart = "``routing_replay`` sends the tokens of each sequence to experts of its own, and"
+        check_none(self.routing_replay, apart, shares)
 
     def check_passes(self, max_tokens: int | None) -> None:
         """Raise ConfigError for passes of at most `max_tokens` tokens, unless this is None or samples are packed."""
-        if max_tokens is not None and not self.packing:
-            message = "``micro_batch_tokens`` limits packed sequences, and ``packing`` is off"
-            raise ConfigError(message, hint="add ``packing``, or use ``micro_train_batch_size``")
+        hint = "add ``packing``, or use ``micro_train_batch_size``"
+        message = "``micro_batch_tokens`` limits packed sequences, and"
+        check_none(max_tokens is not None, message, (not self.packing, "``packing`` is off", hint))
 
     def check_ranks(self, num_ranks: int, how: str = "{} of them") -> None:
         """Raise ConfigError for what cannot be done on `num_ranks` processes, or not with this optimizer.
@@ -176,60 +164,47 @@ class ModelSpec:
             if num_ranks % size:
                 message = f"``{name}`` is {size}, and a model has {num_ranks} training process(es)"
                 raise ConfigError(message, hint=f"use {size} or a multiple: {how.format(size)}")
-        self._check_tensor_parallel()
-        self._check_expert_parallel()
+        optimizer = self.optimizer
+        is_muon = optimizer is not None and optimizer.muon_momentum is not None
+        offloads = optimizer is not None and optimizer.offload
+        compiles = (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto")
+        sharded = (self.zero_stage == 3, "``zero_stage`` is 3", "use ``zero_stage=2``, or ``zero_stage=3`` alone")
+        size = self.tensor_parallel_size
+        check_none(
+            size > 1,
+            f"``tensor_parallel_size={size}`` divides the matrices of the layers over processes, and",
+            sharded,
+            (self.sequence_parallel_size > 1, "``sequence_parallel_size`` divides tokens", "use one of them"),
+            (self.lora is not None, "LoRA adapters add matrices that are not divided", "drop one of them"),
+            (is_muon, "Muon needs whole matrices", "use ``muon_momentum=None``"),
+            compiles,
+        )
+        size = self.expert_parallel_size
+        check_none(
+            size > 1,
+            f"``expert_parallel_size={size}`` divides the experts of the layers over processes, and",
+            sharded,
+            (self.tensor_parallel_size > 1, "``tensor_parallel_size`` divides the layers", "use one of them"),
+            (self.lora is not None, "LoRA adapters train no experts", "drop one of them"),
+            (is_muon, "Muon shares matrices out over all processes", "use ``muon_momentum=None``"),
+            (offloads, "``OptimizerSpec.offload`` knows no ranks with other experts", "drop one of them"),
+            (self.images, "models that read images are trained whole", "drop it"),
+            compiles,
+        )
         if num_ranks % self.zpg:
             sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
             message = (
                 f"``zpg={self.zpg}`` must divide the number of training processes of each model, which is {num_ranks}"
             )
             raise ConfigError(message, hint=f"use one of {', '.join(map(str, sizes))}, or another number of processes")
-        if self.optimizer is None or not self.optimizer.offload:
-            return
         shares_gradients = self.zero_stage == 2 and num_ranks > self.tensor_parallel_size
-        for is_wrong, reason, hint in (
-            (self.optimizer.muon_momentum is not None, "the optimizer is Muon", "use ``muon_momentum=None``"),
+        check_none(
+            offloads,
+            "``OptimizerSpec.offload`` is for AdamW on bfloat16 weights, not at ZeRO stage 2 on several processes:",
+            (is_muon, "the optimizer is Muon", "use ``muon_momentum=None``"),
             (self.dtype != "bfloat16", f"weights are {self.dtype}", "add ``dtype=bfloat16``"),
             (shares_gradients, "``zero_stage`` is 2", "use ``zero_stage=1``, or 3 to divide more"),
-        ):
-            if is_wrong:
-                message = "``OptimizerSpec.offload`` is for AdamW on bfloat16 weights, not at ZeRO stage 2 on several"
-                raise ConfigError(f"{message} processes: {reason}", hint=hint)
-
-    def _check_tensor_parallel(self) -> None:
-        size = self.tensor_parallel_size
-        if size == 1:
-            return
-        is_muon = self.optimizer is not None and self.optimizer.muon_momentum is not None
-        for is_wrong, reason, hint in (
-            (self.zero_stage == 3, "``zero_stage`` is 3", "use ``zero_stage=2``, or ``zero_stage=3`` alone"),
-            (self.sequence_parallel_size > 1, "``sequence_parallel_size`` divides tokens", "use one of them"),
-            (self.lora is not None, "LoRA adapters add matrices that are not divided", "drop one of them"),
-            (is_muon, "Muon needs whole matrices", "use ``muon_momentum=None``"),
-            (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
-        ):
-            if is_wrong:
-                message = f"``tensor_parallel_size={size}`` divides the matrices of the layers over processes"
-                raise ConfigError(f"{message}, and {reason}", hint=hint)
-
-    def _check_expert_parallel(self) -> None:
-        size = self.expert_parallel_size
-        if size == 1:
-            return
-        offloads = self.optimizer is not None and self.optimizer.offload
-        is_muon = self.optimizer is not None and self.optimizer.muon_momentum is not None
-        for is_wrong, reason, hint in (
-            (self.zero_stage == 3, "``zero_stage`` is 3", "use ``zero_stage=2``, or ``zero_stage=3`` alone"),
-            (self.tensor_parallel_size > 1, "``tensor_parallel_size`` divides the layers", "use one of them"),
-            (self.lora is not None, "LoRA adapters train no experts", "drop one of them"),
-            (is_muon, "Muon shares matrices out over all processes", "use ``muon_momentum=None``"),
-            (offloads, "``OptimizerSpec.offload`` knows no ranks with other experts", "drop one of them"),
-            (bool(self.images), "models that read images are trained whole", "drop it"),
-            (self.torch_compile == "on", "``torch_compile`` is on", "leave ``torch_compile`` at auto"),
-        ):
-            if is_wrong:
-                message = f"``expert_parallel_size={size}`` divides the experts of the layers over processes"
-                raise ConfigError(f"{message}, and {reason}", hint=hint)
+        )
 
     @property
     def may_compile_ahead(self) -> bool:
