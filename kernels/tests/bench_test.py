@@ -1,9 +1,8 @@
 """The benchmarks run without a GPU at a tiny size, check what they time, and find what is wrong."""
 
 import json
-import os
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,31 @@ import rlhf_kernels
 BENCH = Path(__file__).parents[1] / "bench"
 
 
-def run(script, tmp_path, *options):
-    """The report of a run, and what it printed."""
-    command = [sys.executable, BENCH / script, "--seconds", "0", "--out", tmp_path / "report.json", *options]
-    # Bazel's Python does not look beside a script for what it imports.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCH), *filter(None, sys.path)])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads((tmp_path / "report.json").read_text()), done.stdout
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Return a function that runs a benchmark in this process, which has imported the libraries.
+
+    It returns the report, and what was printed.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("would measure")
+    monkeypatch.syspath_prepend(str(BENCH))
+
+    def run(name, *options):
+        out = tmp_path / "report.json"
+        words = [str(BENCH / f"{name}.py"), "--seconds", "0", "--out", str(out), *options]
+        monkeypatch.setattr(sys, "argv", words)
+        import_module(name).main()
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """The module, as the script sees itself."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return import_module("linear")
 
 
 def status(name):
@@ -29,23 +45,8 @@ def status(name):
     return "ok" if name in rlhf_kernels.__all__ else "skipped"
 
 
-@pytest.fixture
-def linear(monkeypatch):
-    """The module, as the script sees itself."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    import linear
-
-    return linear
-
-
-def test_linear_bench_runs_ours_and_torch_and_says_why_others_are_missing(linear, tmp_path, monkeypatch, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("would measure")
-    # In this process, which has imported the libraries; the other benchmark starts as a script.
-    out = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", [str(BENCH / "linear.py"), "--seconds", "0", "--out", str(out)])
-    linear.main()
-    report, printed = json.loads(out.read_text()), capsys.readouterr().out
+def test_linear_bench_runs_ours_and_torch_and_says_why_others_are_missing(run):
+    report, printed = run("linear")
     (size,) = report["sizes"]
     assert report["command"].startswith("python kernels/bench/linear.py --seconds 0")
     assert torch.__version__.startswith(report["environment"]["versions"]["torch"])  # without "+cu130"
@@ -62,10 +63,8 @@ def test_linear_bench_runs_ours_and_torch_and_says_why_others_are_missing(linear
     assert "| liger |" in printed and "needs CUDA" in printed
 
 
-def test_elementwise_bench_runs_every_operator(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("would measure")
-    report, printed = run("elementwise.py", tmp_path, "--quick")
+def test_elementwise_bench_runs_every_operator(run):
+    report, printed = run("elementwise", "--quick")
     operators = report["operators"]
     assert {name.partition(",")[0] for name in operators} == {
         *("token_logprobs", "packed_policy_loss", "segmented_scan", "packed_gae", "accumulate_", "adamw_bf16_moments_")
@@ -76,10 +75,8 @@ def test_elementwise_bench_runs_every_operator(tmp_path):
     assert "| packed_gae |" in printed
 
 
-def test_sampling_bench_checks_and_times_our_draw_and_torchs(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("would measure")
-    report, printed = run("sampling.py", tmp_path)
+def test_sampling_bench_checks_and_times_our_draw_and_torchs(run):
+    report, printed = run("sampling")
     (size,) = report["sizes"]
     assert {name: result["status"] for name, result in size["contenders"].items()} == {
         "product alone": "ok",

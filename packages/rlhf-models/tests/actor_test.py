@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from rlhf_kernels import (
     linear_policy_loss,
     token_logprobs,
 )
+from rlhf_kernels.ops.packed_policy_loss.reference import packed_policy_loss_reference
 from rlhf_models import actor as actor_module
 from rlhf_models.actor import Actor
 from rlhf_models.attention.packed import PACKED_ATTENTION
@@ -260,39 +263,6 @@ def lesson(sequences):
     return trained, stream
 
 
-def expected_loss(pairs, stream, objective):
-    """The loss token by token in float64; `pairs` are the log-probs and entropies of each sequence's trained tokens."""
-    total, start = torch.zeros(()).double(), 0
-    for logprobs, entropy in pairs:
-        place = slice(start, start + len(logprobs))
-        start += len(logprobs)
-        old, reference, advantages, weights = (
-            column[place].double()
-            for column in (stream.old_logprobs, stream.ref_logprobs, stream.advantages, stream.weights)
-        )
-        share = 1 / stream.num_tokens
-        if objective.reduction == "seq_mean_token_mean":
-            share = 1 / (max(len(logprobs), 1) * stream.num_sequences)
-        mean = (logprobs - old).mean()
-        for t, logprob in enumerate(logprobs):
-            gap = logprob - old[t] if objective.policy_loss != "gspo" else mean.detach() + logprob - logprob.detach()
-            ratio, advantage = gap.exp(), advantages[t]
-            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-            loss = -torch.minimum(ratio * advantage, bounded * advantage)
-            if objective.dual_clip is not None and advantage < 0:
-                loss = torch.minimum(loss, -objective.dual_clip * advantage)
-            if objective.policy_loss == "cispo":
-                loss = -bounded.detach() * advantage * logprob
-            if objective.policy_loss == "reinforce":
-                loss = -advantage * logprob
-            d = logprob - reference[t]
-            kl = ((-d).exp() - 1 + d).clamp(max=10.0)
-            if objective.kl_unbiased_gradient:
-                kl = kl.detach() + min(ratio.item(), 10.0) * d.detach() * (logprob - logprob.detach())
-            total = total + share * (weights[t] * loss + objective.kl_coef * kl - objective.entropy_coef * entropy[t])
-    return total
-
-
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_actor_policy_loss_and_gradients_are_those_of_plain_transformers_in_float64(
@@ -304,7 +274,11 @@ def test_actor_policy_loss_and_gradients_are_those_of_plain_transformers_in_floa
         [values[torch.from_numpy(mask[1:])] for values in pair]
         for pair, mask in zip(expected_logprobs(plain, sequences, 0.7), trained, strict=True)
     ]
-    want = expected_loss(pairs, stream, OBJECTIVES[name])
+    expected = [torch.cat(values) for values in zip(*pairs, strict=True)]
+    columns = ("advantages", "old_logprobs", "ref_logprobs", "weights")
+    exact = replace(stream, **{column: getattr(stream, column).double() for column in columns})
+    # Its own tests compare it with values by hand.
+    want, _ = packed_policy_loss_reference(*expected, exact, OBJECTIVES[name])
     want.backward()
 
     batch = TokenBatch.packed(sequences) if packing else TokenBatch.padded(sequences, pad_id=0)
@@ -316,9 +290,9 @@ def test_actor_policy_loss_and_gradients_are_those_of_plain_transformers_in_floa
     for (label, weight), other in zip(actor.model.named_parameters(), plain.parameters(), strict=True):
         assert other.grad.any(), label
         close(weight.grad, other.grad, 1e-5 + 1e-4 * other.grad.abs().max().item())
-    for values, wanted in zip(output[2:], zip(*pairs, strict=True), strict=True):
+    for values, wanted in zip(output[2:], expected, strict=True):
         assert not values.requires_grad and not values[~mask].any()
-        close(values[mask], torch.cat(wanted).detach())
+        close(values[mask], wanted.detach())
     metrics = dict(zip(POLICY_METRICS, output.metrics.tolist(), strict=True))
     assert metrics["tokens"] == mask.sum()
 
