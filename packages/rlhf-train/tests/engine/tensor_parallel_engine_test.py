@@ -36,12 +36,24 @@ class Layout:
 
 
 LAYOUTS = {
-    "ZeRO 0": Layout(2, zero_stage=0),
-    "ZeRO 1": Layout(2),
-    "ZeRO 2": Layout(2, zero_stage=2),
-    "bfloat16": Layout(2, dtype="bfloat16"),
-    "bfloat16, ZeRO 2": Layout(2, zero_stage=2, dtype="bfloat16"),
-    "bfloat16, offloaded": Layout(2, dtype="bfloat16", offload=True),
+    "weights": {
+        "ZeRO 0": Layout(2, zero_stage=0),
+        "ZeRO 1": Layout(2),
+        "ZeRO 2": Layout(2, zero_stage=2),
+        "bfloat16": Layout(2, dtype="bfloat16"),
+        "bfloat16, ZeRO 2": Layout(2, zero_stage=2, dtype="bfloat16"),
+        "bfloat16, offloaded": Layout(2, dtype="bfloat16", offload=True),
+    },
+    "experts": {
+        "ZeRO 0": Layout(experts=2, zero_stage=0),
+        "ZeRO 2": Layout(experts=2, zero_stage=2),
+        "bfloat16": Layout(experts=2, dtype="bfloat16"),
+        "bfloat16, ZeRO 2": Layout(experts=2, zero_stage=2, dtype="bfloat16"),
+    },
+}
+MODELS = {
+    "weights": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "experts": {"architecture": "mixtral"},
 }
 
 
@@ -134,27 +146,34 @@ def resumed(rank: int, num_ranks: int, master: Any, path: str, folder: str, layo
     return results
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    return str(tiny_model_dir(folder, vocab_size=320, num_attention_heads=4, num_key_value_heads=4, hidden_size=32))
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What ranks found that divide weights or experts, and one rank that has them all."""
+
+    model_path: str
+    states: str
+    whole: dict[str, Any]
+    divided: dict[int, list[Any]]
+
+
+def run_all(folder: Path, what: str) -> Runs:
+    path = str(tiny_model_dir(folder / "model", vocab_size=320, hidden_size=32, **MODELS[what]))
+    (folder / "states").mkdir()
+    states = str(folder / "states")
+    alone = {"float32": Layout(), "bfloat16": Layout(dtype="bfloat16")}
+    whole = trained(0, 1, ("127.0.0.1", free_port()), path, states, alone)
+    divided = {number: run_ranks(trained, number, path, states, LAYOUTS[what]) for number in (2, 4)}
+    return Runs(path, states, whole, divided)
 
 
 @pytest.fixture(scope="module")
-def states(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("states"))
+def weights(tmp_path_factory) -> Runs:
+    return run_all(tmp_path_factory.mktemp("weights"), "weights")
 
 
 @pytest.fixture(scope="module")
-def whole(model_path, states) -> dict[str, Any]:
-    """One rank that has all weights."""
-    layouts = {"float32": Layout(), "bfloat16": Layout(dtype="bfloat16")}
-    return trained(0, 1, ("127.0.0.1", free_port()), model_path, states, layouts)
-
-
-@pytest.fixture(scope="module")
-def divided(model_path, states) -> dict[int, list[Any]]:
-    return {number: run_ranks(trained, number, model_path, states, LAYOUTS) for number in (2, 4)}
+def experts(tmp_path_factory) -> Runs:
+    return run_all(tmp_path_factory.mktemp("experts"), "experts")
 
 
 def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
@@ -164,25 +183,26 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", list(LAYOUTS))
-def test_engine_of_divided_weights_trains_sends_and_averages_as_one_of_whole_weights(whole, divided, name, num_ranks):
-    dtype = LAYOUTS[name].dtype
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, layouts in LAYOUTS.items() for name in layouts])
+def test_engine_that_divides_trains_sends_and_averages_as_one_that_has_all(request, what, name, num_ranks):
+    runs = request.getfixturevalue(what)
+    dtype = LAYOUTS[what][name].dtype
     tolerance, norm_tolerance = (2e-5, 1e-5) if dtype == "float32" else (1e-2, 2e-2)
-    wanted = whole[dtype]
+    wanted, ranks = runs.whole[dtype], runs.divided[num_ranks]
     assert min(wanted["norms"]) > SPEC.max_norm  # every gradient is clipped
-    for rank in divided[num_ranks]:
+    for rank in ranks:
         found = rank[name]
         assert found["norms"] == pytest.approx(wanted["norms"], rel=norm_tolerance)
-        assert found["norms"] == divided[num_ranks][0][name]["norms"]
+        assert found["norms"] == ranks[0][name]["norms"]
         for part in ("weights", "sent", "after"):
             assert_close(found[part], wanted[part], tolerance)
-    assert_close(divided[num_ranks][0][name]["average"], wanted["average"], tolerance)
+    assert_close(ranks[0][name]["average"], wanted["average"], tolerance)
 
 
-def test_stage_2_does_as_stage_1_where_no_ranks_have_the_same_weights(divided):
+def test_stage_2_does_as_stage_1_where_no_ranks_have_the_same_weights(weights):
     names = ("bfloat16", "bfloat16, ZeRO 2")
-    assert [divided[2][0][name]["has sums"] for name in names] == [True, True]
-    assert [divided[4][0][name]["has sums"] for name in names] == [True, False]
+    assert [weights.divided[2][0][name]["has sums"] for name in names] == [True, True]
+    assert [weights.divided[4][0][name]["has sums"] for name in names] == [True, False]
 
 
 # -- files -------------------------------------------------------------------------------------------------------
@@ -199,92 +219,49 @@ def assert_goes_on(found: dict[str, Any], wanted: dict[str, Any], tolerance: flo
     [(1, Layout()), (2, Layout(2, zero_stage=2)), (4, Layout(4, zero_stage=0)), (4, Layout(2)), (2, Layout(1))],
     ids=str,
 )
-def test_run_goes_on_from_files_of_any_division(whole, divided, model_path, states, num_ranks, layout):
+def test_run_goes_on_from_files_of_any_division(weights, num_ranks, layout):
     files = ["ZeRO 0-2", "ZeRO 1-4", "ZeRO 2-4", "float32-1"]
-    first = run_ranks(resumed, num_ranks, model_path, states, layout, files)[0]
+    first = run_ranks(resumed, num_ranks, weights.model_path, weights.states, layout, files)[0]
     for name in files:
-        assert_goes_on(first[name], whole["float32"], 3e-5)
+        assert_goes_on(first[name], weights.whole["float32"], 3e-5)
 
 
-def test_run_in_bfloat16_goes_on_from_files_of_any_division(whole, divided, model_path, states):
+def test_run_in_bfloat16_goes_on_from_files_of_any_division(weights):
     files = ["bfloat16-4", "bfloat16, ZeRO 2-2", "bfloat16, offloaded-4", "bfloat16-1"]
     for layout in (Layout(2, dtype="bfloat16", offload=True), Layout(2, 2, dtype="bfloat16")):
-        first = run_ranks(resumed, 2, model_path, states, layout, files)[0]
+        first = run_ranks(resumed, 2, weights.model_path, weights.states, layout, files)[0]
         for name in files:
-            assert_goes_on(first[name], whole["bfloat16"], 1e-2)
+            assert_goes_on(first[name], weights.whole["bfloat16"], 1e-2)
     # Where nothing differs, the run that goes on is the uninterrupted one to the last bit.
-    own = divided[2][0]["bfloat16, ZeRO 2"]
+    own = weights.divided[2][0]["bfloat16, ZeRO 2"]
     assert_close(first["bfloat16, ZeRO 2-2"]["after"], own["after"], 1e-9)
     assert first["bfloat16, ZeRO 2-2"]["norms"] == own["norms"][3:]
 
 
-def test_files_hold_each_weight_once_and_load_into_a_whole_model(whole, divided, model_path, states):
+def test_files_hold_each_weight_once_and_load_into_a_whole_model(weights):
     sizes = {}
     for name in ("ZeRO 0-4", "ZeRO 1-4", "ZeRO 2-2", "float32-1"):
-        reader = ShardReader(sorted(Path(states, name).glob("actor-*.safetensors")))
-        model = load_actor(model_path, dtype="float32")
+        reader = ShardReader(sorted(Path(weights.states, name).glob("actor-*.safetensors")))
+        model = load_actor(weights.model_path, dtype="float32")
         load_weights(model, reader)
-        weights = arrays(dict(model.named_parameters()))
-        assert_close(weights, {key: whole["float32"]["weights"][key] for key in weights}, 2e-5)
+        read = arrays(dict(model.named_parameters()))
+        assert_close(read, {key: weights.whole["float32"]["weights"][key] for key in read}, 2e-5)
         kept = [key for key in reader._parts if not key.startswith(("random", "average"))]
         sizes[name] = sum(size for key in kept for _, size, _ in reader._parts[key])
     assert len(set(sizes.values())) == 1
 
 
-# -- experts -----------------------------------------------------------------------------------------------------
-
-EXPERTS = {
-    "ZeRO 0": Layout(experts=2, zero_stage=0),
-    "ZeRO 2": Layout(experts=2, zero_stage=2),
-    "bfloat16": Layout(experts=2, dtype="bfloat16"),
-    "bfloat16, ZeRO 2": Layout(experts=2, zero_stage=2, dtype="bfloat16"),
-}
-
-
-@pytest.fixture(scope="module")
-def mixture_path(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("mixture")
-    return str(tiny_model_dir(folder, architecture="mixtral", vocab_size=320, hidden_size=32))
-
-
-@pytest.fixture(scope="module")
-def mixtures(mixture_path, states) -> dict[int, list[Any]]:
-    """Of one rank with all experts, and of 2 and 4 ranks, of which 2 divide them."""
-    home = Path(states, "mixtures")
-    home.mkdir()
-    layouts = {"float32": Layout(), "bfloat16": Layout(dtype="bfloat16")}
-    alone = trained(0, 1, ("127.0.0.1", free_port()), mixture_path, str(home), layouts)
-    divided = {number: run_ranks(trained, number, mixture_path, str(home), EXPERTS) for number in (2, 4)}
-    return {1: [alone]} | divided
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", list(EXPERTS))
-def test_engine_of_divided_experts_trains_sends_and_averages_as_one_of_all_experts(mixtures, name, num_ranks):
-    dtype = EXPERTS[name].dtype
-    tolerance, norm_tolerance = (2e-5, 1e-5) if dtype == "float32" else (1e-2, 2e-2)
-    wanted = mixtures[1][0][dtype]
-    assert min(wanted["norms"]) > SPEC.max_norm  # every gradient is clipped
-    for rank in mixtures[num_ranks]:
-        found = rank[name]
-        assert found["norms"] == pytest.approx(wanted["norms"], rel=norm_tolerance)
-        assert found["norms"] == mixtures[num_ranks][0][name]["norms"]
-        for part in ("weights", "sent", "after"):
-            assert_close(found[part], wanted[part], tolerance)
-    assert_close(mixtures[num_ranks][0][name]["average"], wanted["average"], tolerance)
-
-
-def test_run_goes_on_from_files_of_any_division_of_experts(mixtures, mixture_path, states):
-    home = str(Path(states, "mixtures"))
+def test_run_goes_on_from_files_of_any_division_of_experts(experts):
+    place = experts.model_path, experts.states
     files = ["ZeRO 0-2", "ZeRO 2-4", "float32-1"]
     for num_ranks, layout in ((1, Layout()), (4, Layout(experts=4))):
-        first = run_ranks(resumed, num_ranks, mixture_path, home, layout, files)[0]
+        first = run_ranks(resumed, num_ranks, *place, layout, files)[0]
         for name in files:
-            assert_goes_on(first[name], mixtures[1][0]["float32"], 3e-5)
+            assert_goes_on(first[name], experts.whole["float32"], 3e-5)
     # Where nothing differs, the run that goes on is the uninterrupted one to the last bit.
     for name in ("ZeRO 2", "bfloat16"):
-        found = run_ranks(resumed, 4, mixture_path, home, EXPERTS[name], [f"{name}-4"])[0][f"{name}-4"]
-        own = mixtures[4][0][name]
+        found = run_ranks(resumed, 4, *place, LAYOUTS["experts"][name], [f"{name}-4"])[0][f"{name}-4"]
+        own = experts.divided[4][0][name]
         assert_close(found["after"], own["after"], 1e-9)
         assert found["norms"] == own["norms"][3:]
 
