@@ -54,6 +54,20 @@ def make_rollout(
     return Rollout(f"{group_id}/{index}", group_id, spans, FinishReason.STOP, text, verdict)
 
 
+def short_rollout(
+    name: str = "r",
+    group_id: str = "g",
+    *,
+    tokens: int = 1,
+    version: int = 0,
+    reason: FinishReason = FinishReason.STOP,
+    verdict: Verdict | None = None,
+) -> Rollout:
+    """Return a rollout of a prompt of one token and `tokens` of the policy, which all have the log-prob -1.0."""
+    answer = Span(SpanSource.POLICY, [2] * tokens, [-1.0] * tokens, version)
+    return Rollout(name, group_id, (Span(SpanSource.PROMPT, [1]), answer), reason, verdict=verdict)
+
+
 def make_group(group_id: str, prompt: Prompt, rollouts: Iterable[Rollout]) -> RolloutGroup:
     """Return a group in which each rollout is an episode."""
     return RolloutGroup(group_id, prompt, tuple(Episode(r.rollout_id, group_id, (r,)) for r in rollouts))

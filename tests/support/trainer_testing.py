@@ -23,14 +23,34 @@ from rlhf_rollout.rewards.sources import CallOptions, RewardSource
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.batching import BatchSizes
 from rlhf_train.cluster.placement import PlacementRequest, plan_placement
+from rlhf_train.cluster.places import Place, ProcessPlan
 from rlhf_train.generation.run_spec import RewardSpec
 from rlhf_train.online_job import OnlineJob
+from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 
+# With this epsilon, a step of Adam is a tenth of the gradient.
+DESCENT = OptimizerSpec(
+    learning_rate=1e5, betas=(0.0, 0.0), eps=1e6, scheduler="constant", max_norm=0.0, weight_decay=0.0
+)
 RANK_TIMEOUT_S = 300.0
 # What a trainer of another device or number of ranks leaves in the environment of the process that starts ranks.
 DEEPSPEED_VARIABLES = ("DS_ACCELERATOR", "LOCAL_SIZE")
 NUM_CLUSTER_CPUS = 16  # as Ray counts them: more than the processes of any run of a test
+
+
+class Watch(Observer):
+    """Keeps what an offline run reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.evaluations: dict[int, dict[str, float]] = {}
+
+    def update(self, update: int, num_updates: int, metrics: dict[str, float]) -> None:
+        self.steps.append(metrics)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.evaluations[step] = metrics
 
 
 def random_rollouts(
@@ -89,8 +109,11 @@ def lone_worker(models, algorithm, *, device="cpu", seed=0, temperature=1.0, **o
     return TrainWorker(models, algorithm, temperature=temperature, seed=seed, **place, **options)
 
 
-def whole_shard(rollouts, size, *, forward_size=None, num_mini_batches=1, longest=24, tokens=None, rewards=None):
-    """Return rollouts in the order of the plan of a rank alone, and what its worker loads of them.
+def shard_of(
+    rollouts, size, *, rank=0, num_ranks=1, forward_size=None, num_mini_batches=1, longest=24, tokens=None,
+    rewards=None, seed=0, with_routes=False,
+):  # fmt: skip
+    """Return a rank's rollouts in the order of its plan, and what its worker loads of them: columns and the plan.
 
     A pass has `size` rollouts, one without gradient `forward_size`, or both as many as `tokens` allow. Rewards are
     those of the verdicts, or the given ones.
@@ -99,13 +122,32 @@ def whole_shard(rollouts, size, *, forward_size=None, num_mini_batches=1, longes
     from rlhf_train.learning.columns import RolloutColumns
 
     lengths = [[rollout.num_tokens for rollout in rollouts], [rollout.num_response_tokens for rollout in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=num_mini_batches, micro_train_batch_size=size,
-        micro_rollout_batch_size=forward_size or size, max_response_tokens=longest, seed=0, micro_batch_tokens=tokens,
-    )  # fmt: skip
+    plan = plan_batches(
+        *lengths, num_ranks=num_ranks, num_mini_batches=num_mini_batches, micro_train_batch_size=size,
+        micro_rollout_batch_size=forward_size or size, max_response_tokens=longest, seed=seed,
+        micro_batch_tokens=tokens,
+    )[rank]  # fmt: skip
     rewards = [rollout.verdict.reward for rollout in rollouts] if rewards is None else rewards
     shard = [rollouts[row] for row in plan.rows]
-    return shard, RolloutColumns.of(shard, [rewards[row] for row in plan.rows]), plan
+    return shard, RolloutColumns.of(shard, [rewards[row] for row in plan.rows], with_routes=with_routes), plan
+
+
+def exact_logprobs(model, rollout, temperature=1.0):
+    """Return what transformers says of a rollout: log-probs [n, V] before each token of the policy, and these tokens.
+
+    `model` is one of transformers, in float64 where numbers are compared.
+    """
+    import torch
+
+    tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
+    places = np.flatnonzero(rollout.loss_mask)
+    return (model(tokens[None]).logits[0, places - 1] / temperature).log_softmax(-1), tokens[places]
+
+
+def actor_alone(job: OnlineJob, **changes: Any) -> OnlineJob:
+    """Return a job without the other models, on one rank."""
+    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
+    return dataclasses.replace(job, **{"models": {"actor": job.models["actor"]}, "plan": plan} | changes)
 
 
 def run_ranks(

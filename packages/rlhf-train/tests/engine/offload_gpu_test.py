@@ -20,7 +20,7 @@ from rlhf_train.engine.shards import ShardReader, Shards
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from small_net import equal
-from trainer_testing import lone_worker, random_rollouts, whole_shard
+from trainer_testing import lone_worker, random_rollouts, shard_of
 
 SPEC = OptimizerSpec(
     learning_rate=1e-3, weight_decay=0.1, max_norm=0.5, scheduler="linear", warmup_steps=2, total_steps=9
@@ -125,7 +125,7 @@ def reference_of(paths, *, offload, compiled):
     spec = ModelSpec(path=paths["reference"], offload=offload, **options)
     worker = lone_worker({"reference": spec}, make_algorithm(kl_coef=0.05), temperature=0.8, device="cuda")
     rollouts = random_rollouts(24, vocab_size=VOCAB_SIZE, max_prompt=100, max_response=200)
-    worker.load_rollouts(*whole_shard(rollouts, 8, longest=400)[1:])
+    worker.load_rollouts(*shard_of(rollouts, 8, longest=400)[1:])
     return worker, torch.cuda.memory_allocated() - before
 
 
@@ -181,7 +181,7 @@ def trained_pair(path, *, trains_in_turn):
     rollouts = random_rollouts(8, vocab_size=VOCAB_SIZE, max_prompt=20, max_response=40)
     metrics = {}
     for step in range(2):
-        worker.load_rollouts(*whole_shard(rollouts, 8, longest=100)[1:])
+        worker.load_rollouts(*shard_of(rollouts, 8, longest=100)[1:])
         for role in ("actor", "reference", "critic"):
             worker.run_model(role)
         worker.assign_advantages(0.05)

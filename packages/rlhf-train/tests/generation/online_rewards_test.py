@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from record_testing import ManualClock, make_group
+from record_testing import ManualClock, make_group, short_rollout
 from rlhf_data.errors import ConfigError
 from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
 from rlhf_rollout.ray_actors import RayScorer
@@ -24,10 +24,9 @@ from trace_events import check
 
 
 def rollout(reward: float | None, *, length: int = 1, truncated: bool = False, score: float | None = None) -> Rollout:
-    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0))
     kind = VerdictKind.CRASH if reward is None else VerdictKind.OK
     reason = FinishReason.LENGTH if truncated else FinishReason.STOP
-    return Rollout("r", "g", spans, reason, verdict=Verdict(kind, reward, score))
+    return short_rollout(tokens=length, reason=reason, verdict=Verdict(kind, reward, score))
 
 
 def shaper(**options) -> RewardShaper:

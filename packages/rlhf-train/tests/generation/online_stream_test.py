@@ -3,22 +3,17 @@
 import numpy as np
 import pytest
 
-from record_testing import make_group
-from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource
+from record_testing import make_group, short_rollout
+from rlhf_data.records import FinishReason, Prompt, Rollout
 from rlhf_train.generation.stream import SampleStream, Ticket
 
 
 def group(ticket: Ticket, *versions: int):
     """The group of a ticket, with one rollout per version."""
-    rollouts = tuple(
-        Rollout(
-            f"{ticket.group_id}/{index}",
-            ticket.group_id,
-            (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2], [-1.0], policy_version=version)),
-            FinishReason.STOP,
-        )
+    rollouts = [
+        short_rollout(f"{ticket.group_id}/{index}", ticket.group_id, version=version)
         for index, version in enumerate(versions or (0,))
-    )
+    ]
     return make_group(ticket.group_id, Prompt("p", np.array([1]), "p"), rollouts)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +16,7 @@ from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.rehearsal import run_passes
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import lone_worker, random_rollouts, tiny_job, whole_shard
+from trainer_testing import exact_logprobs, lone_worker, random_rollouts, shard_of, tiny_job
 
 TEMPERATURE = 0.7
 LEARNING = OptimizerSpec(learning_rate=1e-2, scheduler="constant")
@@ -34,7 +33,7 @@ def loaded(paths, **options):
     """A worker with an actor and its draft model, four of whose rollouts are trained in one update."""
     specs = {role: ModelSpec(path=path, optimizer=LEARNING, **options) for role, path in paths.items()}
     worker = lone_worker(specs, make_algorithm("rloo", kl_coef=0), temperature=TEMPERATURE)
-    shard, *given = whole_shard(random_rollouts(4, vocab_size=512), 3, rewards=range(4))
+    shard, *given = shard_of(random_rollouts(4, vocab_size=512), 3, rewards=range(4))
     worker.load_rollouts(*given)
     worker.run_model("actor")
     worker.assign_advantages(0.0)
@@ -51,10 +50,8 @@ def test_draft_model_learns_the_cross_entropy_of_the_policys_tokens(paths, optio
     plain = AutoModelForCausalLM.from_pretrained(paths["draft"], dtype=torch.float64)
     parts = []
     for rollout in shard:
-        tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
-        logprobs = (plain(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        places = np.flatnonzero(rollout.loss_mask)
-        parts.append(-logprobs[places - 1, tokens[places]])
+        logprobs, tokens = exact_logprobs(plain, rollout, TEMPERATURE)
+        parts.append(-logprobs.gather(1, tokens[:, None]))
     loss = torch.cat(parts).mean()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in plain.parameters()])
@@ -109,8 +106,8 @@ def job(paths, tmp_path):
     )
 
 
-def test_it_is_updated_with_the_policy_and_not_without_it(job, monkeypatch):
-    monkeypatch.setattr("rlhf_train.learning.learner.wait", list)
+@pytest.mark.usefixtures("results_stand_for_references")
+def test_it_is_updated_with_the_policy_and_not_without_it(job):
     log: list = []
     learner = Learner(job, [LoggedRanks(log, "actor", "critic", "draft", "reference")])
     learner.fill_columns()

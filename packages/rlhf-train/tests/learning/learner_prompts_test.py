@@ -24,8 +24,8 @@ def rollouts_of_three_prompts():
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_rollouts_of_a_prompt_stay_together_if_they_share_it(tmp_path, monkeypatch, is_shared):
-    monkeypatch.setattr("rlhf_train.learning.learner.wait", list)
+@pytest.mark.usefixtures("results_stand_for_references")
+def test_rollouts_of_a_prompt_stay_together_if_they_share_it(tmp_path, is_shared):
     job = tiny_job("model", tmp_path)
     models = {
         role: dataclasses.replace(spec, packing=True, share_prompts=is_shared) for role, spec in job.models.items()

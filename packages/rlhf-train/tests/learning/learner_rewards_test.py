@@ -12,21 +12,16 @@ from rlhf_data.records import FinishReason, Rollout, Span, SpanSource, Verdict, 
 from rlhf_rollout.rewards.sources import RewardSource
 from rlhf_train.algorithms.gae import generalized_advantages, rewards_at_tokens, turn_starts
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
 from rlhf_train.learning.experience import Experience
 from rlhf_train.learning.learner import Learner
-from trainer_testing import random_rollouts, tiny_job
+from trainer_testing import actor_alone, random_rollouts, tiny_job
+
+pytestmark = pytest.mark.usefixtures("results_stand_for_references")
 
 
 @pytest.fixture
 def job(tmp_path):
     return tiny_job("model", tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def results_stand_for_references(monkeypatch):
-    for module in ("learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", list)
 
 
 def judged(name: str, steps: tuple[tuple[int, float], ...], rest: float) -> Rollout:
@@ -53,11 +48,8 @@ REST = 0.5 / (0.5 + 1e-6)
     ],
 )
 def test_rewards_of_steps_and_the_rest_are_each_compared_within_the_group(job, estimator, gamma, expected):
-    models = {"actor": job.models["actor"]}
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
-    algorithm = make_algorithm(estimator, kl_coef=0, gamma=gamma)
     ranks = LoggedRanks([], "actor")
-    learner = Learner(dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm), [ranks])
+    learner = Learner(actor_alone(job, algorithm=make_algorithm(estimator, kl_coef=0, gamma=gamma)), [ranks])
     learner.deal([judged("a", ((1, 0.9), (4, 0.5)), 1.0), judged("b", ((2, 0.1),), 0.0)], 1)
     [(columns, _, _)] = ranks.shards
     experience = Experience(columns)
@@ -137,8 +129,7 @@ def test_turns_are_compared_in_equal_states_beside_their_episodes(job):
 
 def advantages_by_episode(job, rollouts, algorithm) -> dict[str, list[float]]:
     """Return the advantages of the trained tokens of each episode, as the trainer computes them from dealt rewards."""
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
-    job = dataclasses.replace(job, models={"actor": job.models["actor"]}, plan=plan, algorithm=algorithm)
+    job = actor_alone(job, algorithm=algorithm)
     ranks = LoggedRanks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, [rollout.rollout_id[0] for rollout in rollouts])
     [(columns, _, _)] = ranks.shards
@@ -162,10 +153,7 @@ def test_rewards_normalised_each_by_itself_count_an_episode_once(job):
     rollouts.append(spoken("b", (1, 1), 6.0, turn_rewards=(2.0, 4.0), source_rewards=(2.0, 4.0)))
     sources = tuple(RewardSource(kind="function", targets=(name,)) for name in ("a.py", "b.py"))
     reward = dataclasses.replace(job.reward, sources=sources, reward_normalize="each")
-    plan = dataclasses.replace(job.plan, trainers=(ProcessPlan("train", ("actor",), (Place(),)),))
-    algorithm = make_algorithm("reinforce_baseline", kl_coef=0)
-    models = {"actor": job.models["actor"]}
-    job = dataclasses.replace(job, models=models, plan=plan, algorithm=algorithm, reward=reward)
+    job = actor_alone(job, algorithm=make_algorithm("reinforce_baseline", kl_coef=0), reward=reward)
     ranks = LoggedRanks([], "actor")
     Learner(job, [ranks]).deal(rollouts, 1, ["a", "a", "b"])
     [(columns, _, _)] = ranks.shards
@@ -180,13 +168,8 @@ def dealt(job, estimator: str, normalize: str) -> list[float]:
         RewardSource(kind="function", targets=(name,), weight=w) for name, w in (("a.py", 1.0), ("b.py", 2.0))
     )
     reward = dataclasses.replace(job.reward, sources=sources, reward_normalize=normalize)
-    algorithm = make_algorithm(estimator, kl_coef=0.0)
     ranks = LoggedRanks([], "actor")
-    models = {"actor": job.models["actor"]}
-    alone = PlacementPlan(
-        "cpu", (0,), (ProcessPlan("actor", ("actor",), (Place(),)),), job.plan.engines, colocated=False
-    )
-    job = dataclasses.replace(job, reward=reward, algorithm=algorithm, models=models, plan=alone)
+    job = actor_alone(job, reward=reward, algorithm=make_algorithm(estimator, kl_coef=0.0))
     # Rewards (0, 0) and (1, 1); (0, 1) and (1, 1). The second one of the first group failed and has the reward 1.
     parts = [(0.0, 0.0), (), (0.0, 1.0), (1.0, 1.0)]
     rollouts = []

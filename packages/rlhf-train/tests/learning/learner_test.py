@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from online_fakes import FakeRanks, LoggedRanks, World
+from online_fakes import LoggedRanks
 from rlhf_data.errors import ConfigError
 from rlhf_train.algorithms.token_specs import CorrectionSpec, EntropySpec
 from rlhf_train.cluster.places import Place, PlacementPlan, ProcessPlan
@@ -16,16 +16,12 @@ from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import Mean, Sum
 from trainer_testing import random_rollouts, tiny_job
 
+pytestmark = pytest.mark.usefixtures("results_stand_for_references")
+
 
 @pytest.fixture
 def job(tmp_path):
     return tiny_job("model", tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def results_stand_for_references(monkeypatch):
-    for module in ("learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", list)
 
 
 def test_columns_go_between_models_in_processes_apart(job):
@@ -283,11 +279,3 @@ def test_sleep_and_peak_memory_are_of_all_sets(job):
     learner.wake_up()
     assert log == [(("actor", "reference"),), (("critic",),)] * 2
     assert learner.peak_memory_bytes() == 21
-
-
-def test_models_are_saved_by_the_ranks_that_hold_them(job):
-    world = World()
-    learner = Learner(job, [FakeRanks(world)])
-    learner.save("critic", "there")
-    learner.save_average("here")
-    assert world.log == ["save critic there", "save_average here"]

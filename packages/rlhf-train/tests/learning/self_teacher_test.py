@@ -13,10 +13,8 @@ from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import lone_worker, random_rollouts, run_ranks, tiny_job, whole_shard
+from trainer_testing import exact_logprobs, lone_worker, random_rollouts, run_ranks, shard_of, tiny_job
 
 BETA = 0.75
 ROLLOUTS = random_rollouts(6, vocab_size=512)
@@ -30,12 +28,8 @@ def updated(rank: int, num_ranks: int, master: Any, path: str, folder: str, stag
     """
     from rlhf_train.learning.worker import TrainWorker
 
-    plan = plan_batches(
-        [rollout.num_tokens for rollout in ROLLOUTS], [rollout.num_response_tokens for rollout in ROLLOUTS],
-        num_ranks=num_ranks, num_mini_batches=1, micro_train_batch_size=2, micro_rollout_batch_size=4,
-        max_response_tokens=24, seed=0,
-    )[rank]  # fmt: skip
-    columns = RolloutColumns.of([ROLLOUTS[row] for row in plan.rows], [row - 2.0 for row in plan.rows])
+    rewards = [row - 2.0 for row in range(len(ROLLOUTS))]
+    _, columns, plan = shard_of(ROLLOUTS, 2, rank=rank, num_ranks=num_ranks, forward_size=4, rewards=rewards)
     trained = ModelSpec(
         path=path, zero_stage=stage, optimizer=OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
     )
@@ -107,11 +101,9 @@ def test_the_teacher_is_the_average_of_the_weights_after_each_update(tmp_path, n
             for name, state in (("teacher", average), ("before", later[-1])):
                 loaded = {n: torch.from_numpy(part) for n, part in state.items()}
                 assert model.load_state_dict(loaded, strict=False) == (["lm_head.weight"], [])  # the embedding
-                tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
                 with torch.no_grad():
-                    logprobs = model(tokens[None]).logits[0].log_softmax(-1)
-                places = np.flatnonzero(rollout.loss_mask)
-                expected = logprobs[places - 1].gather(1, tokens[places][:, None])[:, 0].numpy()
+                    logprobs, tokens = exact_logprobs(model, rollout)
+                expected = logprobs.gather(1, tokens[:, None])[:, 0].numpy()
                 own = found[name][rollout.rollout_id]
                 np.testing.assert_allclose(own[rollout.loss_mask], expected, atol=2e-4)
                 assert not own[~rollout.loss_mask].any()
@@ -160,7 +152,7 @@ def test_with_adapters_the_teacher_is_the_model_that_is_saved_as_the_average(tmp
     }
     algorithm = make_algorithm("reinforce", kl_coef=0.0, teacher_coef=0.5)
     worker = lone_worker(models, algorithm, ema_beta=BETA)
-    shard, *loaded = whole_shard(ROLLOUTS, 2, rewards=range(6))
+    shard, *loaded = shard_of(ROLLOUTS, 2, rewards=range(6))
     for _ in range(3):
         worker.load_rollouts(*loaded)
         worker.run_model("actor")
@@ -176,11 +168,9 @@ def test_with_adapters_the_teacher_is_the_model_that_is_saved_as_the_average(tmp
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64).eval()
         own = []
         for rollout in shard:
-            tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
             with torch.no_grad():
-                logprobs = model(tokens[None]).logits[0].log_softmax(-1)
-            places = np.flatnonzero(rollout.loss_mask)
-            expected = logprobs[places - 1].gather(1, tokens[places][:, None])[:, 0].numpy()
-            own.append(np.abs(found[rollout.rollout_id][places] - expected).max())
+                logprobs, tokens = exact_logprobs(model, rollout)
+            expected = logprobs.gather(1, tokens[:, None])[:, 0].numpy()
+            own.append(np.abs(found[rollout.rollout_id][rollout.loss_mask] - expected).max())
         gaps.append(max(own))
     assert gaps[0] < 1e-3 < 1e-2 < gaps[1]

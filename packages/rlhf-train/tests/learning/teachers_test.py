@@ -17,17 +17,13 @@ from rlhf_train.batching import plan_batches
 from rlhf_train.learning.learner import Learner
 from rlhf_train.run.metrics import results
 from rlhf_train.tracing.trace import WORK
-from trainer_testing import lone_worker, random_rollouts, tiny_job
+from trainer_testing import exact_logprobs, lone_worker, random_rollouts, tiny_job
+
+pytestmark = pytest.mark.usefixtures("results_stand_for_references")
 
 TEMPERATURE = 0.7
 TEACHERS = {"math": "teacher", "": "teacher 2"}
 SOURCES = {"math": "math", "org/code": "org_code"}  # with their names in metrics
-
-
-@pytest.fixture(autouse=True)
-def results_stand_for_references(monkeypatch):
-    for module in ("forwards", "learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", lambda references, **_: list(references))
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +77,8 @@ def dealt(job, worker, groups):
 def distributions(job, role, rollout):
     """Return the log-probs before each token the policy wrote, [n, V] float64, and these tokens."""
     model = AutoModelForCausalLM.from_pretrained(job.models[role].path, dtype=torch.float64).eval()
-    tokens = torch.from_numpy(rollout.token_ids.astype(np.int64))
     with torch.no_grad():
-        logits = model(tokens[None]).logits[0] / TEMPERATURE
-    places = np.flatnonzero(rollout.loss_mask)
-    return logits.log_softmax(-1)[places - 1], tokens[places]
+        return exact_logprobs(model, rollout, TEMPERATURE)
 
 
 def reverse_kls(job, groups, of):

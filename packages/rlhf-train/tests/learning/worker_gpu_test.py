@@ -15,7 +15,7 @@ from rlhf_train.engine.shards import Shards
 from rlhf_train.learning.rehearsal import run_passes, without_trace
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import lone_worker, random_rollouts, whole_shard
+from trainer_testing import lone_worker, random_rollouts, shard_of
 
 SHAPE = {"vocab_size": 1003, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
 ROLES = ("actor", "reference", "critic")
@@ -48,7 +48,7 @@ def learned(paths, *, tokens=None, size=8, takes_turns=False, rehearses=False, *
     if rehearses:
         rehearse(worker, models, tokens, size)
     rollouts = random_rollouts(48, vocab_size=SHAPE["vocab_size"], max_prompt=100, max_response=200)
-    worker.load_rollouts(*whole_shard(rollouts, size, longest=400, tokens=tokens)[1:])
+    worker.load_rollouts(*shard_of(rollouts, size, longest=400, tokens=tokens)[1:])
     for role in ROLES:
         worker.run_model(role)
     worker.assign_advantages(PPO.kl_coef)

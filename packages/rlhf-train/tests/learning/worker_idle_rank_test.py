@@ -1,5 +1,6 @@
 """A rank that has nothing to train: it keeps in step and changes nothing, and keeps its part of a sharded reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,8 @@ from rlhf_models.host_states import RestingModel
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, run_ranks
+from trainer_testing import random_rollouts, run_ranks, shard_of
 
 VOCAB_SIZE = 512
 
@@ -27,29 +26,20 @@ def two_updates(rank: int, num_ranks: int, master: Any, path: str) -> dict[int, 
     from rlhf_train.learning.worker import TrainWorker
 
     rollouts = random_rollouts(2, vocab_size=VOCAB_SIZE)
-    plan = plan_batches(
-        [rollout.num_tokens for rollout in rollouts],
-        [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks, num_mini_batches=2, micro_train_batch_size=4, micro_rollout_batch_size=4,
-        max_response_tokens=24, seed=0,
-    )[rank]  # fmt: skip
+    _, columns, plan = shard_of(rollouts, 4, rank=rank, num_ranks=num_ranks, num_mini_batches=2, rewards=(1.0, 2.0))
     assert bool(plan.rows) == (rank == 0)
     found = {}
     for zero_stage, packing in ((2, True), (3, False)):
         spec = ModelSpec(path=path, zero_stage=zero_stage, packing=packing)
         # As in tests/support/split_cases.py, an epsilon above rounding.
-        trained = ModelSpec(
-            path=path, zero_stage=zero_stage, packing=packing,
-            optimizer=OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant"),
-        )  # fmt: skip
+        optimizer = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
+        trained = replace(spec, optimizer=optimizer)
         worker = TrainWorker(
             {"actor": trained, "critic": trained, "reference": spec},
             make_algorithm(kl_coef=0.05, use_kl_loss=True, kl_estimator="k3"),
             temperature=1.0, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0,
         )  # fmt: skip
-        worker.load_rollouts(
-            RolloutColumns.of([rollouts[row] for row in plan.rows], [float(row + 1) for row in plan.rows]), plan
-        )
+        worker.load_rollouts(columns, plan)
         for role in ("actor", "reference", "critic"):
             worker.run_model(role)
         parts = [local_part(weight) for weight in worker._frozen["reference"].parameters()]

@@ -16,7 +16,7 @@ from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.engine.shards import ShardReader
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import lone_worker, random_rollouts, whole_shard
+from trainer_testing import lone_worker, random_rollouts, shard_of
 
 pytest.importorskip("peft")
 
@@ -40,7 +40,7 @@ def make_worker(path: str, *, estimator: str = "gae", lora: LoraSpec | None = AD
         models |= {"critic": models["actor"], "reference": frozen}
     algorithm = make_algorithm(estimator, kl_coef=KL_COEF if len(models) > 1 else 0)
     worker = lone_worker(models, algorithm, seed=seed, ema_beta=0.5)
-    worker.load_rollouts(*whole_shard(random_rollouts(8, vocab_size=VOCAB_SIZE), 4, rewards=range(8))[1:])
+    worker.load_rollouts(*shard_of(random_rollouts(8, vocab_size=VOCAB_SIZE), 4, rewards=range(8))[1:])
     return worker
 
 

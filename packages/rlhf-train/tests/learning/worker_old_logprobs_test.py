@@ -9,14 +9,11 @@ import pytest
 
 from rlhf_data.records import FinishReason, Rollout, Span, SpanSource
 from rlhf_models.testing import tiny_model_dir, tiny_reward_model_dir
-from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.group import relative_rewards
 from rlhf_train.algorithms.table import POLICY_LOSSES, AlgorithmSpec, make_algorithm
 from rlhf_train.algorithms.token_specs import CorrectionSpec
-from rlhf_train.batching import plan_batches
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts
+from trainer_testing import lone_worker, random_rollouts, shard_of
 
 VOCAB_SIZE, NUM_ROLLOUTS = 512, 12
 # As in tests/support/split_cases.py: an epsilon above rounding, and the largest difference of a weight.
@@ -30,7 +27,7 @@ Weights = dict[str, np.ndarray]
 
 
 def trained(
-    start: dict[str, Any],
+    start: dict[str, str],
     spec: AlgorithmSpec,
     rollouts: Sequence[Rollout],
     *,
@@ -42,32 +39,24 @@ def trained(
     """Run one step on one rank; return the weights, the metrics and the experience.
 
     Args:
-        start: paths of the models, and the ranks' meeting point.
+        start: paths of the models.
         spec, rollouts: what is trained, and on what.
         num_mini_batches, max_epochs: their product is the number of updates.
         step_versions: of the weights at the start of the last steps; the rollouts are of version 0.
         spoil: called with the experience once all models have been run.
     """
-    from rlhf_train.learning.worker import TrainWorker
     from rlhf_train.run.metrics import merge_metrics, results
 
     roles = ["actor", *(["critic"] if spec.row.uses_critic else [])]
     models = {role: ModelSpec(path=start[role], zero_stage=0, optimizer=OPTIMIZER) for role in roles}
     if spec.uses_reference:
         models["reference"] = ModelSpec(path=start["reference"])
-    worker = TrainWorker(
-        models, spec, temperature=1.0, rank=0, num_ranks=1, master=start["master"], device="cpu", seed=0
-    )
+    worker = lone_worker(models, spec)
     rewards = relative_rewards(
         np.array([rollout.verdict.reward for rollout in rollouts]), [r.group_id for r in rollouts], spec.row.baseline
     )
-    lengths = [rollout.num_tokens for rollout in rollouts]
-    [plan] = plan_batches(
-        lengths, lengths, num_ranks=1, num_mini_batches=num_mini_batches, micro_train_batch_size=4,
-        micro_rollout_batch_size=4, max_response_tokens=24, seed=0,
-    )  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, [float(rewards[row]) for row in plan.rows]), plan, step_versions)
+    _, columns, plan = shard_of(rollouts, 4, num_mini_batches=num_mini_batches, rewards=rewards.tolist())
+    worker.load_rollouts(columns, plan, step_versions)
     metrics = [worker.run_model(role) for role in models if role != "actor" or spec.runs_actor]
     spoil(worker._experience)
     metrics.append(worker.assign_advantages(spec.kl_coef))
@@ -106,23 +95,23 @@ def with_no_policy_tokens(rollout: Rollout) -> Rollout:
 
 def all_cases(paths: dict[str, str]) -> dict[str, Any]:
     """Run every case in this process, because another one takes longer to import than to work."""
-    start, outcomes = {**paths, "master": ("127.0.0.1", free_port())}, {}
+    outcomes: dict[Any, Any] = {}
     rollouts = random_rollouts(NUM_ROLLOUTS, vocab_size=VOCAB_SIZE)
     for loss in POLICY_LOSSES:
         spec = make_algorithm("group_norm", policy_loss=loss, **KL_LOSS)
         skip = dataclasses.replace(spec, old_logprobs="skip")
-        outcomes[loss, "recompute"], metrics, _ = trained(start, spec, rollouts)
-        outcomes[loss, "skip"], skipped, _ = trained(start, skip, rollouts)
+        outcomes[loss, "recompute"], metrics, _ = trained(paths, spec, rollouts)
+        outcomes[loss, "skip"], skipped, _ = trained(paths, skip, rollouts)
         outcomes[loss, "metrics"] = metrics, skipped
     spec = make_algorithm("group_norm", old_logprobs="rollout", **KL_LOSS)
     nowhere = CorrectionSpec(level="token", mode="mask", low=1e6, high=2e6, drops_masked=True)
-    outcomes["before"], *_ = trained(start, spec, rollouts, max_epochs=0)
+    outcomes["before"], *_ = trained(paths, spec, rollouts, max_epochs=0)
     for name, one, versions in (
         ("all", spec, (0, 2)),
         ("one version, stale", dataclasses.replace(spec, mask_stale=0), (0, 2)),
         ("all masked", dataclasses.replace(spec, correction=nowhere), (0, 2)),
     ):
-        outcomes[name] = trained(start, one, rollouts, num_mini_batches=2, max_epochs=2, step_versions=versions)[:2]
+        outcomes[name] = trained(paths, one, rollouts, num_mini_batches=2, max_epochs=2, step_versions=versions)[:2]
     outcomes["all tokens"] = sum(rollout.num_response_tokens for rollout in rollouts)
     for row in (0, 7):
         rollouts[row] = dataclasses.replace(rollouts[row], finish_reason=FinishReason.LENGTH)
@@ -141,13 +130,13 @@ def all_cases(paths: dict[str, str]) -> dict[str, Any]:
         with_environment_token(rollout, places[rollout.rollout_id]) if rollout.rollout_id in places else rollout
         for rollout in rollouts
     ]
-    outcomes["finite"], *_ = trained(start, PPO_WITH_BOOTSTRAP, rollouts)
-    outcomes["tokens"], *_ = trained(start, PPO_WITH_BOOTSTRAP, environments)
+    outcomes["finite"], *_ = trained(paths, PPO_WITH_BOOTSTRAP, rollouts)
+    outcomes["tokens"], *_ = trained(paths, PPO_WITH_BOOTSTRAP, environments)
     silent = [with_no_policy_tokens(r) if r.rollout_id in places else r for r in rollouts]
-    outcomes["rollouts"], *_ = trained(start, PPO_WITH_BOOTSTRAP, silent)
+    outcomes["rollouts"], *_ = trained(paths, PPO_WITH_BOOTSTRAP, silent)
     outcomes["num_tokens"] = sum(r.num_response_tokens for r in rollouts if r.rollout_id in places)
     for column, number in SPOILED:
-        outcomes[column, str(number)] = trained(start, PPO_WITH_BOOTSTRAP, rollouts, spoil=spoil(column, number))[:2]
+        outcomes[column, str(number)] = trained(paths, PPO_WITH_BOOTSTRAP, rollouts, spoil=spoil(column, number))[:2]
     return outcomes
 
 

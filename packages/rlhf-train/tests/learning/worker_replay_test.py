@@ -15,15 +15,13 @@ from rlhf_models.loading import load_actor
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import RankPlan, plan_batches
 from rlhf_train.engine import accelerate
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.learner import Learner, _replayed_share
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import lone_worker, random_rollouts, tiny_job, with_routes
+from trainer_testing import lone_worker, random_rollouts, shard_of, tiny_job, with_routes
 
 ROLLOUTS = with_routes(random_rollouts(12, vocab_size=512))
 
@@ -44,15 +42,6 @@ def start(path: str, **options) -> TrainWorker:
     return lone_worker(models, make_algorithm(kl_coef=0.05, use_kl_loss=True))
 
 
-def plan_for(rollouts) -> RankPlan:
-    lengths = [[r.num_tokens for r in rollouts], [r.num_response_tokens for r in rollouts]]
-    [plan] = plan_batches(
-        *lengths, num_ranks=1, num_mini_batches=1, micro_train_batch_size=5, micro_rollout_batch_size=5,
-        max_response_tokens=24, seed=0,
-    )  # fmt: skip
-    return plan
-
-
 def of_policy(logprobs: torch.Tensor, rollouts) -> list[torch.Tensor]:
     return [row[: one.num_tokens][one.loss_mask] for row, one in zip(logprobs, rollouts, strict=True)]
 
@@ -62,10 +51,9 @@ def test_old_logprobs_and_the_first_update_replay_and_reference_and_critic_do_no
     if lora:
         pytest.importorskip("peft")
     worker = start(path, lora=lora)
-    plan = plan_for(ROLLOUTS)
-    shard = [ROLLOUTS[row] for row in plan.rows]
-    rewards = [float(row) for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, rewards, with_routes=True), plan)
+    rewards = range(len(ROLLOUTS))
+    shard, *loaded = shard_of(ROLLOUTS, 5, rewards=rewards, with_routes=True)
+    worker.load_rollouts(*loaded)
     for role in ("actor", "reference", "critic"):
         worker.run_model(role)
     columns = {name: column.clone() for name, column in worker._experience.columns.items()}
@@ -85,7 +73,7 @@ def test_old_logprobs_and_the_first_update_replay_and_reference_and_critic_do_no
             torch.testing.assert_close(values, expected, atol=2e-5, rtol=0)
     assert (replayed - own).abs().max() > 0.1
 
-    worker.load_rollouts(RolloutColumns.of(shard, rewards), plan)  # no routes: the critic's values are the same
+    worker.load_rollouts(*shard_of(ROLLOUTS, 5, rewards=rewards)[1:])  # no routes: the critic's values are the same
     worker.run_model("critic")
     assert torch.equal(worker._experience.columns["values"], columns["values"])
 
@@ -94,7 +82,7 @@ def test_routes_of_another_model_are_refused(path):
     worker = start(path)
     rollouts = with_routes(random_rollouts(4, vocab_size=512), layers=3)
     with pytest.raises(DataError, match=r"routes have 3 layers .*the model has 2 layers"):
-        worker.load_rollouts(RolloutColumns.of(rollouts, [0.0] * 4, with_routes=True), plan_for(rollouts))
+        worker.load_rollouts(*shard_of(rollouts, 5, with_routes=True)[1:])
 
 
 class Ranks(RankSet):

@@ -10,12 +10,10 @@ from transformers import AutoModelForCausalLM
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.specs import ModelSpec, OptimizerSpec
 from rlhf_train.tracing.token_values import read_values, write_values
-from trainer_testing import random_rollouts, run_ranks
+from trainer_testing import exact_logprobs, random_rollouts, run_ranks, shard_of
 
 VOCAB_SIZE = 512
 TEMPERATURE = 0.7
@@ -34,12 +32,10 @@ def exact(path, rollouts):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     found = {}
     for rollout in rollouts:
-        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
         with torch.no_grad():
-            logprobs = (model(ids[None]).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
-        own = np.flatnonzero(rollout.loss_mask) - 1
-        chosen = logprobs[own, ids[own + 1]]
-        found[rollout.rollout_id] = torch.stack([chosen, -(logprobs.exp() * logprobs).sum(-1)[own]]).numpy()
+            logprobs, tokens = exact_logprobs(model, rollout, TEMPERATURE)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        found[rollout.rollout_id] = torch.stack([chosen, -(logprobs.exp() * logprobs).sum(-1)]).numpy()
     return found
 
 
@@ -53,13 +49,7 @@ def step(rank, num_ranks, master, paths, old_logprobs, packing, max_epochs, afte
     place = {"rank": rank, "num_ranks": num_ranks, "master": master, "device": "cpu"}
     worker = TrainWorker(models, spec, temperature=TEMPERATURE, seed=0, **place)
     rollouts = random_rollouts(9, vocab_size=VOCAB_SIZE)
-    lengths = [[rollout.num_tokens for rollout in rollouts], [rollout.num_response_tokens for rollout in rollouts]]
-    plan = plan_batches(
-        *lengths, num_ranks=num_ranks, num_mini_batches=1, micro_train_batch_size=2, micro_rollout_batch_size=3,
-        max_response_tokens=24, seed=0,
-    )[rank]  # fmt: skip
-    shard = [rollouts[row] for row in plan.rows]
-    worker.load_rollouts(RolloutColumns.of(shard, [rollout.verdict.reward for rollout in shard]), plan)
+    worker.load_rollouts(*shard_of(rollouts, 2, rank=rank, num_ranks=num_ranks, forward_size=3)[1:])
     for role in models:
         if role != "actor" or spec.runs_actor:
             worker.run_model(role)

@@ -16,14 +16,11 @@ from rlhf_data.examples.sft import SftExample
 from rlhf_models.testing import tiny_model_dir
 from rlhf_rollout.host import free_port
 from rlhf_train.algorithms.table import make_algorithm
-from rlhf_train.batching import plan_batches
-from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import random_rollouts, run_ranks, with_routes
+from trainer_testing import DESCENT, Watch, random_rollouts, run_ranks, shard_of, with_routes
 
 # As in tests/support/split_cases.py, an epsilon above rounding.
 ADAMW = OptimizerSpec(learning_rate=1e-2, eps=1e-4, scheduler="constant")
@@ -97,16 +94,9 @@ def one_step(rank: int, num_ranks: int, master: Any, path: str, case: Case) -> d
         temperature=0.8, rank=rank, num_ranks=num_ranks, master=master, device="cpu", seed=0,
     )  # fmt: skip
     rollouts = with_routes(random_rollouts(15, vocab_size=512))
-    plan = plan_batches(
-        [rollout.num_tokens for rollout in rollouts],
-        [rollout.num_response_tokens for rollout in rollouts],
-        num_ranks=num_ranks // case.sequence_parallel_size, num_mini_batches=2,
-        micro_train_batch_size=case.micro_batch_size, micro_rollout_batch_size=case.micro_batch_size,
-        max_response_tokens=24, seed=3,
-    )[rank // case.sequence_parallel_size]  # fmt: skip
-    rewards = [rollouts[row].verdict.reward for row in plan.rows]
-    columns = RolloutColumns.of([rollouts[row] for row in plan.rows], rewards, with_routes=case.routing_replay)
-    worker.load_rollouts(columns, plan)
+    size = case.sequence_parallel_size
+    place = {"rank": rank // size, "num_ranks": num_ranks // size, "num_mini_batches": 2, "seed": 3}
+    worker.load_rollouts(*shard_of(rollouts, case.micro_batch_size, **place, with_routes=case.routing_replay)[1:])
     worker.run_model("actor")
     worker.assign_advantages(0.0)
     engine = worker.engines["actor"]
@@ -227,31 +217,17 @@ def examples(count: int = 7) -> list[SftExample]:
     return found
 
 
-class Watch(Observer):
-    """Keeps the metrics of updates."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def update(self, update: int, num_updates: int, metrics: dict[str, float]) -> None:
-        self.steps.append(metrics)
-
-
 def offline_update(
     rank: int, num_ranks: int, master: Any, path: str, folder: str, found: list[SftExample], fields: Mapping[str, Any]
 ) -> Any:
     """Run one update of SFT by gradient descent; return the gradient and the metrics, of rank 0."""
     from safetensors.numpy import load_file
 
-    # With this epsilon, a step of Adam is a tenth of the gradient.
-    optimizer = OptimizerSpec(
-        learning_rate=1e5, betas=(0.0, 0.0), eps=1e6, scheduler="constant", max_norm=0.0, weight_decay=0.0
-    )
     layout = {name: value for name, value in fields.items() if name != "micro"}
     micro = fields.get("micro", len(found))
     job = OfflineJob(
         objective=SupervisedObjective(),
-        model=ModelSpec(path=path, optimizer=optimizer, aux_loss_coef=COEF, **layout),
+        model=ModelSpec(path=path, optimizer=DESCENT, aux_loss_coef=COEF, **layout),
         examples=found, schedule=OfflineSchedule(train_batch_size=len(found), micro_train_batch_size=micro),
         model_path=Path(folder) / "model", master=master, rank=rank, num_ranks=num_ranks,
     )  # fmt: skip

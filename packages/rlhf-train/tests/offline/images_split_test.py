@@ -16,15 +16,10 @@ from rlhf_rollout.host import free_port
 from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.run.observer import Observer
-from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.specs import ModelSpec
 from tiny_vision import drawn_shapes, tiny_vision_model_dir
-from trainer_testing import run_ranks
+from trainer_testing import DESCENT, Watch, run_ranks
 
-# With this epsilon, a step of Adam is a tenth of the gradient.
-DESCENT = OptimizerSpec(
-    learning_rate=1e5, betas=(0.0, 0.0), eps=1e6, scheduler="constant", max_norm=0.0, weight_decay=0.0
-)
 LORA = {"lora": LoraSpec(rank=4)}
 SPLITS: dict[str, dict[str, Any]] = {
     "ZeRO 2": {"zero_stage": 2},
@@ -45,7 +40,7 @@ def change(rank: int, num_ranks: int, master: Any, path: str, out: str, fields: 
         examples=found, schedule=OfflineSchedule(train_batch_size=len(found), micro_train_batch_size=1),
         model_path=Path(out) / "model", master=master, rank=rank, num_ranks=num_ranks,
     )  # fmt: skip
-    run_offline(job, Observer())
+    run_offline(job, Watch())
     if rank:
         return None
     loaded = [AutoModelForImageTextToText.from_pretrained(place) for place in (path, f"{out}/model")]

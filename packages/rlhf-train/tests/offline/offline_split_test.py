@@ -23,9 +23,8 @@ from rlhf_train.offline.objectives.kto import KtoObjective
 from rlhf_train.offline.objectives.process_reward import ProcessRewardObjective
 from rlhf_train.offline.objectives.reward_model import RewardModelObjective
 from rlhf_train.offline.objectives.supervised import SupervisedObjective
-from rlhf_train.run.observer import Observer
 from rlhf_train.specs import ModelSpec, OptimizerSpec
-from trainer_testing import run_ranks
+from trainer_testing import Watch, run_ranks
 
 GOOD, BAD, STEP = 300, 301, 302
 # Adam divides by the gradient's own size; this epsilon keeps an update smooth where a gradient is near 0.
@@ -75,20 +74,6 @@ def examples_for(name: str, count: int = 12, seed: int = 0) -> list[Any]:
     return examples
 
 
-class Watch(Observer):
-    """Keeps what a run reports."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.evaluations: dict[int, dict[str, float]] = {}
-
-    def update(self, update: int, num_updates: int, metrics: dict[str, float]) -> None:
-        self.steps.append(metrics)
-
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.evaluations[step] = metrics
-
-
 def job_for(
     name: str, model_path: str, folder: Path, master: Any, *, layout: Mapping[str, Any], **changes: Any
 ) -> OfflineJob:
@@ -128,7 +113,10 @@ TOLERANCE = 2e-5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to lay out and split the same work; the plain one is whole. `variants`: whether it is for those, too."""
+    """One way to lay out and split the same work; the plain one is whole.
+
+    `only` names the objectives that it is for; without any, it is for all but the `VARIANTS`.
+    """
 
     micro_train_batch_size: int = 12
     micro_batch_tokens: int | None = None
@@ -139,15 +127,13 @@ class Case:
     lora: LoraSpec | None = None
     sequence_parallel_size: int = 1
     tensor_parallel_size: int = 1
-    variants: bool = False
     experts: bool = False  # a mixture of experts, with the load-balancing loss
+    only: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """The objectives that it is for."""
-        if self.experts:  # whose loss is added to that of any objective
-            return ["rm", "kto"]
-        names = [name for name in OBJECTIVES if self.variants or name not in VARIANTS]
+        names = self.only or [name for name in OBJECTIVES if name not in VARIANTS]
         return [name for name in names if OBJECTIVES[name].needs_reference or not self.precompute_reference]
 
     @property
@@ -157,33 +143,36 @@ class Case:
         return ", ".join(words) or "whole"
 
 
-ADAPTERS = LoraSpec(rank=4)
+ALL = tuple(OBJECTIVES)
+ADAPTED = {"lora": LoraSpec(rank=4), "only": ("sft", "rm", "dpo", "kto")}  # one loss of each kind of examples
+EXPERTS = {"experts": True, "only": ("rm", "kto")}  # whose loss is added to that of any objective
+ADAPTED_EXPERTS = EXPERTS | {"lora": LoraSpec(rank=4)}
 ONE_RANK = {
-    "whole": Case(variants=True),
+    "whole": Case(only=ALL),
     "passes of 5, checkpointed": Case(micro_train_batch_size=5, gradient_checkpointing=True),
-    "packed to 60 tokens": Case(packing=True, zero_stage=2, micro_batch_tokens=60, variants=True),
+    "packed to 60 tokens": Case(packing=True, zero_stage=2, micro_batch_tokens=60, only=ALL),
     "reference computed up front": Case(packing=True, micro_train_batch_size=5, precompute_reference=True),
-    "adapters": Case(lora=ADAPTERS),
-    "experts": Case(experts=True),
-    "experts, packed passes of 5": Case(experts=True, packing=True, micro_train_batch_size=5),
-    "experts, adapters": Case(experts=True, lora=ADAPTERS),
-    "experts, adapters, passes of 5": Case(experts=True, lora=ADAPTERS, micro_train_batch_size=5),
-    "adapters, checkpointed": Case(lora=ADAPTERS, gradient_checkpointing=True, micro_train_batch_size=5),
+    "adapters": Case(**ADAPTED),
+    "experts": Case(**EXPERTS),
+    "experts, adapters": Case(**ADAPTED_EXPERTS),
+    "experts, adapters, passes of 5": Case(**ADAPTED_EXPERTS, micro_train_batch_size=5),
+    "adapters, checkpointed": Case(**ADAPTED, gradient_checkpointing=True, micro_train_batch_size=5),
 }
 TWO_RANKS = {
-    "ZeRO 0": Case(micro_train_batch_size=5),
-    "ZeRO 3, packed to 60 tokens": Case(packing=True, zero_stage=3, micro_batch_tokens=60, variants=True),
+    "ZeRO 0": Case(micro_train_batch_size=5, only=("rm", "kto")),
+    "ZeRO 3, packed to 60 tokens": Case(packing=True, zero_stage=3, micro_batch_tokens=60, only=ALL),
     "ZeRO 2, reference computed up front": Case(micro_train_batch_size=4, zero_stage=2, precompute_reference=True),
     "divided sequences": Case(packing=True, zero_stage=2, micro_train_batch_size=5, sequence_parallel_size=2),
-    "experts, divided": Case(experts=True, packing=True, micro_train_batch_size=5, sequence_parallel_size=2),
-    "experts, ZeRO 2": Case(experts=True, zero_stage=2),
-    "experts, ZeRO 3, packed to 60 tokens": Case(experts=True, packing=True, zero_stage=3, micro_batch_tokens=60),
-    "adapters, ZeRO 3": Case(packing=True, zero_stage=3, micro_train_batch_size=5, lora=ADAPTERS),
-    "adapters, reference computed up front": Case(zero_stage=2, precompute_reference=True, lora=ADAPTERS),
+    "experts, divided": Case(**EXPERTS, packing=True, micro_train_batch_size=5, sequence_parallel_size=2),
+    "experts, ZeRO 3, packed to 60 tokens": Case(**EXPERTS, packing=True, zero_stage=3, micro_batch_tokens=60),
+    "adapters, ZeRO 3": Case(**ADAPTED, packing=True, zero_stage=3, micro_train_batch_size=5),
+    "adapters, reference computed up front": Case(**ADAPTED, zero_stage=2, precompute_reference=True),
 }
 # DeepSpeed keeps the groups of a process: these have processes of their own.
 DIVIDED_WEIGHTS = {
-    "divided weights": Case(micro_train_batch_size=5, gradient_checkpointing=True, tensor_parallel_size=2),
+    "divided weights": Case(
+        micro_train_batch_size=5, gradient_checkpointing=True, tensor_parallel_size=2, only=("rm", "kto", "kd")
+    ),
     "divided weights, packed, up front": Case(
         packing=True, zero_stage=2, micro_train_batch_size=5, precompute_reference=True, tensor_parallel_size=2
     ),

@@ -25,14 +25,10 @@ from rlhf_train.learning.ranks import RankSet
 from rlhf_train.online import train_and_save
 from trainer_testing import lone_worker, random_rollouts, tiny_job
 
+pytestmark = pytest.mark.usefixtures("results_stand_for_references")
+
 NUM_GROUPS = 8
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(autouse=True)
-def results_stand_for_references(monkeypatch):
-    for module in ("forwards", "learner", "ranks"):
-        monkeypatch.setattr(f"rlhf_train.learning.{module}.wait", lambda references, **_: list(references))
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from record_testing import make_group
-from rlhf_data.records import FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource, Verdict, VerdictKind
+from record_testing import make_group, short_rollout
+from rlhf_data.records import FinishReason, Prompt, RolloutGroup, Verdict, VerdictKind
 from rlhf_train.evaluation import pass_at_k, summarize_evaluation
 from rlhf_train.run.best_model import STATE_FILE, BestModel
 
@@ -31,10 +31,9 @@ def group(name: str, source: str, kinds: list[VerdictKind], length: int = 2) -> 
     """A group of rollouts of `length` tokens; those that crash have no verdict's number, the last one is truncated."""
     rollouts = []
     for index, kind in enumerate(kinds):
-        spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * length, [-1.0] * length, policy_version=0))
         reason = FinishReason.LENGTH if index == len(kinds) - 1 else FinishReason.STOP
         verdict = Verdict(kind, None if kind.failed else float(kind is OK))
-        rollouts.append(Rollout(f"{name}{index}", name, spans, reason, verdict=verdict))
+        rollouts.append(short_rollout(f"{name}{index}", name, tokens=length, reason=reason, verdict=verdict))
     return make_group(name, Prompt(name, [1], "1", source=source), tuple(rollouts))
 
 

@@ -156,26 +156,26 @@ def job(tmp_path):
     return tiny_job("model", tmp_path)
 
 
-def save_checkpoint(job, step):
+@pytest.fixture
+def saved_job(job, monkeypatch):
+    """A job whose run has a checkpoint of step 7."""
     checkpoints = Checkpoints(job.checkpoints.home(job.save_path))
-    checkpoints.begin(step)
-    checkpoints.commit(step, {"step": step}, [], None)
-
-
-def test_lost_trainer_continues_from_the_newest_checkpoint(job, monkeypatch):
-    save_checkpoint(job, 7)
+    checkpoints.begin(7)
+    checkpoints.commit(7, {"step": 7}, [], None)
     monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+    return job
+
+
+def test_lost_trainer_continues_from_the_newest_checkpoint(saved_job, monkeypatch):
     attempts = Attempts(monkeypatch, LostTrainerError(LOST), "summary")
     listener = Listener()
-    assert run_online(job, listener) == "summary"
+    assert run_online(saved_job, listener) == "summary"
     assert attempts.seen == [(False, None), (True, 7)]
     assert listener.warnings == [f"{LOST}\nall processes start again and continue after step 7"]
 
 
-def test_seconds_up_to_the_checkpoint_of_a_lost_trainer_count_once(job, monkeypatch):
+def test_seconds_up_to_the_checkpoint_of_a_lost_trainer_count_once(saved_job, monkeypatch):
     """The state that is continued has them, as in a run that another process continues."""
-    save_checkpoint(job, 7)
-    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
     attempts = Attempts(monkeypatch, LostTrainerError(LOST), "summary")
     run = attempts.run
     elapsed_s = []
@@ -187,14 +187,12 @@ def test_seconds_up_to_the_checkpoint_of_a_lost_trainer_count_once(job, monkeypa
             return run(job, checkpoint, observer, timeline, *others)
 
     monkeypatch.setattr(online_run, "run_processes", timed)
-    run_online(job, Listener())
+    run_online(saved_job, Listener())
     assert len(elapsed_s) == 2 and elapsed_s[1] < 0.3
 
 
 @pytest.mark.parametrize(("minutes", "num_attempts"), [(10, 2), (59, 2), (61, 3)])
-def test_lost_trainer_continues_once_in_an_hour(job, monkeypatch, minutes, num_attempts):
-    save_checkpoint(job, 7)
-    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+def test_lost_trainer_continues_once_in_an_hour(saved_job, monkeypatch, minutes, num_attempts):
     attempts = Attempts(monkeypatch, *[LostTrainerError(LOST)] * 2, "summary")
     run = attempts.run
 
@@ -204,10 +202,10 @@ def test_lost_trainer_continues_once_in_an_hour(job, monkeypatch, minutes, num_a
 
     monkeypatch.setattr(online_run, "run_processes", slow)
     if num_attempts == 3:
-        assert run_online(job, Listener()) == "summary"
+        assert run_online(saved_job, Listener()) == "summary"
     else:
         with pytest.raises(LostProcessError, match="SIGKILL"):
-            run_online(job, Listener())
+            run_online(saved_job, Listener())
     assert len(attempts.seen) == num_attempts
 
 
@@ -238,12 +236,10 @@ def test_signal_that_has_ended_a_trainer_in_an_update_ends_the_run_as_one_that_i
     assert listener.warnings == [] and len(attempts.seen) == 1
 
 
-def test_process_that_is_lost_in_the_start_ends_the_run(job, monkeypatch):
-    save_checkpoint(job, 7)
-    monkeypatch.setattr(online_run, "check_save_path", lambda *_, **__: None)
+def test_process_that_is_lost_in_the_start_ends_the_run(saved_job, monkeypatch):
     attempts = Attempts(monkeypatch, LOST)
     with pytest.raises(LostProcessError, match="SIGKILL"):
-        run_online(job, Listener())
+        run_online(saved_job, Listener())
     assert len(attempts.seen) == 1
 
 

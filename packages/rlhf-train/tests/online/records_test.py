@@ -5,11 +5,10 @@ import json
 import pickle
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 
-from record_testing import make_group
+from record_testing import make_group, short_rollout
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_kernels import PolicyObjective
@@ -253,15 +252,6 @@ def experience_of(*parts):
     return Experience(pickle.loads(pickle.dumps(RolloutColumns.of(*parts))))
 
 
-def test_experience_aligns_columns_with_tokens():
-    rollouts = random_rollouts(6, vocab_size=50)
-    experience = experience_of(rollouts, [1.0] * 6)
-    for row, rollout in enumerate(rollouts):
-        assert experience.loss_mask[row].sum() == rollout.num_response_tokens
-        assert not experience.loss_mask[row, rollout.num_tokens :].any()
-        assert np.allclose(experience.rollout_logprobs[row, : rollout.num_tokens], rollout.rollout_logprobs)
-
-
 def test_experience_keeps_the_version_of_each_token_and_the_rewards_of_turns():
     spans = (
         Span(SpanSource.PROMPT, [1]),
@@ -317,10 +307,9 @@ def test_experience_column_is_zero_where_nothing_is_trained_and_names_are_closed
 
 
 def rollout(kind: VerdictKind, reward: float | None, index: int) -> Rollout:
-    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2] * index, [-1.0] * index, policy_version=0))
     reason = FinishReason.LENGTH if index == 3 else FinishReason.STOP
-    extra = {"format": 1.0} if reward is not None else {}
-    return Rollout(f"r{index}", "g", spans, reason, verdict=Verdict(kind, reward, extra=extra))
+    verdict = Verdict(kind, reward, extra={"format": 1.0} if reward is not None else {})
+    return short_rollout(f"r{index}", tokens=index, reason=reason, verdict=verdict)
 
 
 def test_summarize_counts_failures_against_accuracy_but_not_against_the_mean_reward():
@@ -343,9 +332,7 @@ def test_summarize_counts_failures_against_accuracy_but_not_against_the_mean_rew
 
 def test_summarize_keeps_its_own_numbers_apart_from_a_users_of_the_same_name():
     verdict = Verdict(VerdictKind.WRONG, 0.0, extra={"accuracy": 0.9})
-    spans = (Span(SpanSource.PROMPT, [1]), Span(SpanSource.POLICY, [2], [-1.0], policy_version=0))
-    rollouts = (Rollout("r", "g", spans, FinishReason.STOP, verdict=verdict),)
-    numbers = summarize([make_group("g", Prompt("p", [1], "1"), rollouts)], "eval")
+    numbers = summarize([make_group("g", Prompt("p", [1], "1"), [short_rollout(verdict=verdict)])], "eval")
     assert (numbers["eval/accuracy"], numbers["eval/extra_accuracy"]) == (0.0, 0.9)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from record_testing import make_group, short_rollout
 from rlhf_data.errors import ConfigError, RlhfError
-from rlhf_data.records import Episode, FinishReason, Prompt, Rollout, RolloutGroup, Span, SpanSource
+from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter, json_lines, read_batches, read_lines
 from rlhf_train.background import BackgroundWriter, cannot_write
 from rlhf_train.run.observer import Observer
@@ -28,22 +29,12 @@ class Listener(Observer):
 
     def __init__(self) -> None:
         self.warnings, self.notices = [], []
-
-    def warning(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def notice(self, text: str) -> None:
-        self.notices.append(text)
+        self.warning, self.notice = self.warnings.append, self.notices.append
 
 
 def group(name: str) -> RolloutGroup:
     """Return a group of one rollout."""
-    spans = (
-        Span(SpanSource.PROMPT, np.array([1, 2])),
-        Span(SpanSource.POLICY, np.array([3]), np.array([-0.5]), policy_version=0),
-    )
-    rollout = Rollout(f"{name}/0", name, spans, FinishReason.STOP)
-    return RolloutGroup(name, Prompt("p", np.array([1, 2]), "?"), (Episode(f"{name}/e", name, (rollout,)),))
+    return make_group(name, Prompt("p", np.array([1]), "?"), [short_rollout(f"{name}/0", name)])
 
 
 def lines(path: Path) -> list[dict]:
@@ -403,21 +394,13 @@ def test_run_that_continues_goes_on_in_the_files_that_it_has(tmp_path, began):
     with Recorder(str(tmp_path), "", record_format=began) as recorder:
         recorder.rollouts("rollouts", 1, [group("g/0")])
     for asked in ("jsonl", "columns"):
-        said = Said()
+        said = Listener()
         with Recorder(str(tmp_path), "", None, said, resumed_step=1, record_format=asked) as recorder:
             recorder.rollouts("rollouts", 2, [group("g/1")])
         ids = [batch.groups[0].group_id for batch in read_batches(tmp_path / f"rollouts.{began}")]
         assert ids == ["g/0", "g/1"]
         notice = f"``record_format={asked}`` has no effect: the run goes on in {tmp_path / f'rollouts.{began}'}"
         assert said.notices == ([] if asked == began else [notice])
-
-
-class Said(Observer):
-    def __init__(self):
-        self.notices = []
-
-    def notice(self, text):
-        self.notices.append(text)
 
 
 def test_run_that_is_killed_in_its_start_leaves_a_folder_that_can_be_continued(tmp_path):
