@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from online_fakes import LoggedRanks
 from rlhf_data.examples.preference import PreferenceExample, UnpairedExample
 from rlhf_data.examples.sft import SftExample
-from rlhf_data.packing import split_balanced
 from rlhf_train.costs import PassCosts, count_parameters, pass_costs
 from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.ranks import RankSet
@@ -33,22 +33,6 @@ FIELDS = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-QWEN2_05B = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-}
-QWEN2_7B = QWEN2_05B | {
-    "vocab_size": 152_064,
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "head size of its own": ("Qwen3", {"head_dim": 16}),
@@ -144,56 +128,25 @@ def test_configs_that_lack_fields_or_have_them_by_layer_have_costs_that_grow(nam
     assert 0 < costs.of(10) < costs.of(11) < costs.of(11, 3)
 
 
-def imbalance(costs: np.ndarray, weights: np.ndarray, num_ranks: int) -> float:
-    """The cost of the rank with the most work, in units of the mean, if ranks get equal weights."""
-    sums = [costs[part].sum() for part in split_balanced(weights, num_ranks)]
-    return max(sums) / np.mean(sums)
-
-
-@pytest.mark.parametrize("shape", [QWEN2_05B, QWEN2_7B], ids=["0.5b", "7b"])
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_long_tailed_lengths_are_balanced_better_by_cost_than_by_tokens(shape: dict, num_ranks: int) -> None:
-    responses = np.exp(np.random.default_rng(0).normal(np.log(1024), 1.0, 512)).astype(int) + 1
-    lengths = responses + 256
-    costs = pass_costs(transformers.Qwen2Config(**shape))
-    work = np.array([costs.of(*pair) for pair in zip(lengths.tolist(), responses.tolist(), strict=True)], np.float64)
-    by_tokens, by_cost = imbalance(work, lengths, num_ranks), imbalance(work, work, num_ranks)
-    print(f"{num_ranks} ranks: {by_tokens:.4f} by tokens, {by_cost:.4f} by cost")
-    assert by_cost < 1.006
-    assert by_cost - 1 < (by_tokens - 1) / 5
-
-
-class Shards(RankSet):
-    """Two ranks that keep what they are dealt."""
-
-    def __init__(self, *roles: str) -> None:
-        super().__init__(roles, range(2))
-        self.dealt: list[tuple] = []
-
-    def start_each(self, method: str, arguments: list[tuple]) -> list[dict]:
-        self.dealt = arguments
-        return [{} for _ in self.handles]
-
-
-def test_online_ranks_get_what_costs_equally_much_for_the_models_they_hold(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("rlhf_train.learning.learner.wait", list)
+@pytest.mark.usefixtures("results_stand_for_references")
+def test_online_ranks_get_what_costs_equally_much_for_the_models_they_hold(tmp_path) -> None:
     job = tiny_job("model", tmp_path)
     job = dataclasses.replace(job, batch=dataclasses.replace(job.batch, train_batch_size=job.batch.num_rollouts))
     rollouts = random_rollouts(job.batch.num_rollouts, vocab_size=64)
     quadratic, by_target = PassCosts(0, 0, 1, {None: 1}), PassCosts(0, 1, 0, {})
     costs = {"actor": quadratic, "critic": by_target, "reference": by_target}
-    actor, others = Shards("actor"), Shards("critic", "reference")
+    actor, others = (LoggedRanks([], *roles, count=2) for roles in (("actor",), ("critic", "reference")))
     Learner(job, [actor, others], costs).deal(rollouts, 1)
     squares = [r.num_tokens * (r.num_tokens + 1) / 2 for r in rollouts]
     targets = [r.num_response_tokens for r in rollouts]
     for ranks, work in ((actor, squares), (others, targets)):
-        shards = [sorted(plan.rows) for _, plan, _ in ranks.dealt]
+        shards = [sorted(plan.rows) for _, plan, _ in ranks.shards]
         assert sorted(shards[0] + shards[1]) == list(range(len(rollouts)))
         first, second = (sum(work[row] for row in rows) for rows in shards)
         assert abs(first - second) <= 0.03 * (first + second)
     # Work by squares is not work by targets.
-    assert {tuple(sorted(plan.rows)) for _, plan, _ in actor.dealt} != {
-        tuple(sorted(plan.rows)) for _, plan, _ in others.dealt
+    assert {tuple(sorted(plan.rows)) for _, plan, _ in actor.shards} != {
+        tuple(sorted(plan.rows)) for _, plan, _ in others.shards
     }
 
 
@@ -233,8 +186,8 @@ def test_offline_ranks_get_equal_costs_of_sequences_and_trained_tokens(monkeypat
     assert [KtoObjective().lengths(item) for item in KtoObjective().items(unpaired)] == [(5, 9), (9, 5)]
 
 
+@pytest.mark.usefixtures("results_stand_for_references")
 def test_learner_counts_the_operations_of_each_steps_passes(monkeypatch, tmp_path):
-    monkeypatch.setattr("rlhf_train.learning.learner.wait", lambda references, **_: list(references))
     job = tiny_job("model", tmp_path)
     # Per token 2, per trained token 3, and per pair of tokens 5 in one layer; the critic needs 7 per token.
     actor = PassCosts(2, 3, 5, {None: 1})

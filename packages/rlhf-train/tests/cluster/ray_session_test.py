@@ -407,34 +407,25 @@ def test_unanswered_names_the_calls_that_a_wait_still_lacks(monkeypatch):
     assert unanswered() == ""
 
 
-def test_wait_raises_the_death_of_a_rank_while_its_peers_hang(monkeypatch):
-    calls = Calls(monkeypatch, None, RayActorError(), None)
-    with pytest.raises(LostProcessError, match="a process of the run is gone"):
-        wait(calls.references)
-
-
-def test_wait_blames_the_rank_that_died_and_not_its_peer_whose_collective_failed(monkeypatch):
-    calls = Calls(monkeypatch, task_error(RuntimeError("Connection closed by peer")), RayActorError())
-    with pytest.raises(LostProcessError, match="a process of the run is gone"):
-        wait(calls.references)
-
-
-def test_wait_raises_an_error_of_a_rank_that_nobody_else_explains(monkeypatch):
-    calls = Calls(monkeypatch, task_error(RuntimeError("CUDA out of memory")), None)
-    with pytest.raises(RayTaskError, match="traceback"):
-        wait(calls.references)
+@pytest.mark.parametrize(
+    ("states", "error", "message"),
+    [
+        ((None, RayActorError(), None), LostProcessError, "a process of the run is gone"),  # its peers hang
+        # The collective of a peer failed because a rank had died.
+        ((task_error(RuntimeError("Connection closed by peer")), RayActorError()), LostProcessError, "is gone"),
+        ((task_error(RuntimeError("CUDA out of memory")), None), RayTaskError, "traceback"),  # nobody else explains it
+        ((task_error(ObjectLostError("0" * 56, None, "")),), LostProcessError, "gone"),  # it went with its process
+    ],
+)
+def test_wait_raises_what_tells_why_a_call_has_no_result(monkeypatch, states, error, message):
+    with pytest.raises(error, match=message):
+        wait(Calls(monkeypatch, *states).references)
 
 
 def test_wait_raises_our_errors_as_they_are_and_at_once(monkeypatch):
     calls = Calls(monkeypatch, task_error(ConfigError("no such model")), None)
     monkeypatch.setattr(ray_session, "_DEATH_S", None)  # waiting for the peer would be an error
     with pytest.raises(ConfigError, match=r"^no such model$"):
-        wait(calls.references)
-
-
-def test_wait_counts_an_object_that_went_with_its_process_as_a_loss(monkeypatch):
-    calls = Calls(monkeypatch, task_error(ObjectLostError("0" * 56, None, "")))
-    with pytest.raises(LostProcessError, match="gone"):
         wait(calls.references)
 
 

@@ -14,7 +14,7 @@ from rlhf_train.engine.deepspeed import DeepSpeedEngine
 from rlhf_train.engine.process_group import init_process_group
 from rlhf_train.engine.shards import ShardReader
 from rlhf_train.run.rank_state import StateWriter
-from rlhf_train.specs import ModelSpec, OptimizerSpec
+from rlhf_train.specs import OptimizerSpec
 from small_net import Net, equal, kept, same
 from trainer_testing import run_ranks
 
@@ -141,11 +141,3 @@ def learn(rank, num_ranks, master, folder):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_engine_has_the_weights_and_states_of_one_that_keeps_them_on_the_device(tmp_path, num_ranks):
     assert [*itertools.chain(*run_ranks(learn, num_ranks, str(tmp_path)))] == []
-
-
-@pytest.mark.parametrize(("zero_stage", "num_ranks"), [(0, 1), (0, 2), (1, 2), (2, 1), (3, 1), (3, 2)])
-def test_what_can_be_kept_in_host_memory_is_not_refused(zero_stage, num_ranks):
-    ModelSpec(path="", dtype="bfloat16", zero_stage=zero_stage, optimizer=SPEC).check_ranks(num_ranks)
-    plain = OptimizerSpec(learning_rate=1, muon_momentum=0.9)
-    for optimizer in (None, plain):
-        ModelSpec(path="", zero_stage=3, optimizer=optimizer).check_ranks(2)

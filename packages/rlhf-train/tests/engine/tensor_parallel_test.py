@@ -171,11 +171,6 @@ def test_models_that_cannot_be_divided_are_refused(config, size, message):
         check_divides(config, size)
 
 
-def test_models_that_can_be_divided_are_not_refused():
-    check_divides(config(), 2)
-    check_divides(config(num_key_value_heads=4), 4)
-
-
 class Adapted(nn.Linear):
     """A layer that does more than its weights say."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from online_fakes import LoggedRanks
 from rlhf_data.errors import ConfigError, DataError
 from rlhf_data.records import Span, SpanSource
 from rlhf_models.batch import TokenBatch
@@ -17,7 +18,6 @@ from rlhf_models.testing import tiny_model_dir
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.engine import accelerate
 from rlhf_train.learning.learner import Learner, _replayed_share
-from rlhf_train.learning.ranks import RankSet
 from rlhf_train.learning.worker import TrainWorker
 from rlhf_train.run.metrics import results
 from rlhf_train.specs import ModelSpec, OptimizerSpec
@@ -85,28 +85,18 @@ def test_routes_of_another_model_are_refused(path):
         worker.load_rollouts(*shard_of(rollouts, 5, with_routes=True)[1:])
 
 
-class Ranks(RankSet):
-    """Ranks that keep what they are dealt."""
-
-    def __init__(self, *roles: str, count: int = 1) -> None:
-        super().__init__(roles, range(count))
-
-    def start_each(self, method, arguments):
-        self.dealt = [columns for columns, _, _ in arguments]
-        return []
-
-
+@pytest.mark.usefixtures("results_stand_for_references")
 @pytest.mark.parametrize("replays", [False, True])
 def test_routes_go_to_the_actor_that_replays_them_and_their_share_is_told(replays, tmp_path):
     job = tiny_job("model", tmp_path)
     actor = dataclasses.replace(job.models["actor"], routing_replay=replays)
     rollouts = with_routes(random_rollouts(32, vocab_size=64))
-    ranks, others = Ranks("actor", count=2), Ranks("critic", "reference")
+    ranks, others = LoggedRanks([], "actor", count=2), LoggedRanks([], "critic", "reference")
     metrics = Learner(dataclasses.replace(job, models=job.models | {"actor": actor}), [ranks, others]).deal(rollouts, 1)
-    assert [columns.routes for columns in others.dealt] == [None]
-    assert [columns.routes is not None for columns in ranks.dealt] == [replays] * 2
+    assert [columns.routes for columns, *_ in others.shards] == [None]
+    assert [columns.routes is not None for columns, *_ in ranks.shards] == [replays] * 2
     known = sum(len(one.routes) for one in rollouts[1:])
-    assert sum(columns.num_routed.sum() for columns in ranks.dealt) == replays * known
+    assert sum(columns.num_routed.sum() for columns, *_ in ranks.shards) == replays * known
     share = {"routing/replayed": known / sum(one.num_tokens - 1 for one in rollouts)}
     assert {name: value for name, value in metrics.items() if name.startswith("routing/")} == (share if replays else {})
 

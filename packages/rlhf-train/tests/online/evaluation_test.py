@@ -85,30 +85,27 @@ def keep(best: BestModel, step: int, value: float) -> None:
     best.keep(step, {"eval/pass@1": value}, {"kl_coef": 0.5})
 
 
-def test_best_model_is_the_first_until_one_is_higher(tmp_path):
-    best = BestModel("eval/pass@1", tmp_path / "best")
+@pytest.mark.parametrize(
+    ("lowest", "values", "expected", "step", "best_value"),
+    [
+        (False, [0.2, 0.2, 0.1, 0.3, float("nan"), 0.3], [True, False, False, True, False, False], 3, 0.3),
+        (True, [float("nan"), 0.2, 0.2, 0.3, 0.1, float("nan")], [False, True, False, False, True, False], 4, 0.1),
+    ],
+    ids=["highest", "lowest"],
+)
+def test_best_model_is_the_first_until_one_is_better(tmp_path, lowest, values, expected, step, best_value):
+    best = BestModel("eval/pass@1", tmp_path / "best", lowest=lowest)
     verdicts = []
-    for step, value in enumerate([0.2, 0.2, 0.1, 0.3, float("nan"), 0.3]):
+    for number, value in enumerate(values):
         verdicts.append(best.beaten_by({"eval/pass@1": value, "eval/reward": 9.0}))
         if verdicts[-1]:
-            keep(best, step, value)
-    assert verdicts == [True, False, False, True, False, False]
-    assert (tmp_path / "best/weights").read_text() == "of step 3"
+            keep(best, number, value)
+    assert verdicts == expected
+    assert best.state() == {"eval/pass@1": best_value}
+    assert (tmp_path / "best/weights").read_text() == f"of step {step}"
     state = json.loads((tmp_path / "best" / STATE_FILE).read_text())
-    assert state == {"step": 3, "metric": "eval/pass@1", "value": 0.3, "kl_coef": 0.5}
+    assert state == {"step": step, "metric": "eval/pass@1", "value": best_value, "kl_coef": 0.5}
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-
-
-def test_best_model_by_a_loss_is_the_first_until_one_is_lower(tmp_path):
-    best = BestModel("eval/pass@1", tmp_path / "best", lowest=True)
-    verdicts = []
-    for step, value in enumerate([float("nan"), 0.2, 0.2, 0.3, 0.1, float("nan"), 0.1]):
-        verdicts.append(best.beaten_by({"eval/pass@1": value}))
-        if verdicts[-1]:
-            keep(best, step, value)
-    assert verdicts == [False, True, False, False, True, False, False]
-    assert best.state() == {"eval/pass@1": 0.1}
-    assert (tmp_path / "best/weights").read_text() == "of step 4"
 
 
 def test_best_model_stays_while_the_next_is_written(tmp_path):

@@ -102,9 +102,3 @@ def test_engine_and_rank_show_what_they_did_and_waited_for(make_run, trace, tmp_
     names = [each.name for each in calls if each.name != "wait"]
     assert names.count("update") == 6 and names.count("load_rollouts") == 3
     assert any(each.name == "wait" and "generate" in each.args.get("waits for", "") for each in calls)
-
-
-def test_run_without_a_timeline_has_no_file(make_run, tmp_path):
-    run = make_run(SpreadReward())
-    run.controller.start()
-    assert run.step(1) and not list(tmp_path.rglob("timeline*"))
