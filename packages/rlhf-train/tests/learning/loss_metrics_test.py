@@ -41,13 +41,6 @@ def test_policy_stream_has_the_tokens_of_the_policys_mask_row_after_row():
     assert stream.ref_logprobs.tolist() == [-2, -2]
 
 
-def test_policy_stream_of_no_rows_is_empty():
-    experience = experience_of(ON_POLICY, ON_POLICY, advantages=ADVANTAGES)
-    stream = policy_stream(experience, [], make_algorithm(), COUNTS, "cpu")
-    assert stream.advantages.shape == stream.old_logprobs.shape == stream.loss_mask.shape == (0,)
-    assert stream.cu_seqlens.tolist() == [0]
-
-
 def test_actors_loss_adds_its_terms_by_their_weights():
     spec = make_algorithm(use_kl_loss=True, kl_coef=0.5, kl_estimator="k1", entropy_coef=0.25, estimator="reinforce")
     loss, metrics, grads = learned(spec, ref_logprobs=torch.where(MASK, -1.5, 0.0))

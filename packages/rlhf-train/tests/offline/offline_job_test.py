@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import socket
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from rlhf_models.batch import TokenBatch
 from rlhf_models.loading import load_actor, load_reward_model
 from rlhf_models.lora import LoraSpec
 from rlhf_models.testing import tiny_model_dir
+from rlhf_rollout.host import free_port
 from rlhf_train.offline.epochs import OfflineSchedule
 from rlhf_train.offline.job import OfflineJob, run_offline
 from rlhf_train.offline.objectives.distillation import DistillationObjective
@@ -52,9 +52,6 @@ def model_path(tmp_path_factory):
 
 
 def job(model_path: str, folder: Any, **changes: Any) -> OfflineJob:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     optimizer = OptimizerSpec(learning_rate=2e-3, scheduler="constant")
     fields = {
         "objective": SupervisedObjective(),
@@ -63,7 +60,7 @@ def job(model_path: str, folder: Any, **changes: Any) -> OfflineJob:
         "schedule": OfflineSchedule(train_batch_size=16, micro_train_batch_size=16, max_epochs=5),
         "model_path": folder / "model",
         "best_path": folder / "best_model",
-        "master": ("127.0.0.1", port),
+        "master": ("127.0.0.1", free_port()),
     }
     return OfflineJob(**(fields | changes))
 

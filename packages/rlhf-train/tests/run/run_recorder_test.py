@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from record_testing import make_group, short_rollout
+from record_testing import make_group, read_jsonl, short_rollout
 from rlhf_data.errors import ConfigError, RlhfError
 from rlhf_data.records import Prompt, RolloutGroup
 from rlhf_rollout.records_io import RolloutWriter, json_lines, read_batches, read_lines
@@ -37,10 +37,6 @@ def group(name: str) -> RolloutGroup:
     return make_group(name, Prompt("p", np.array([1]), "?"), [short_rollout(f"{name}/0", name)])
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture
 def gate(monkeypatch):
     """Hold back every write of rollouts until the event is set."""
@@ -61,12 +57,12 @@ def test_rollouts_are_written_after_the_call_in_order_with_their_fields(gate, tm
     recorder.rollouts("rollouts", 1, [group("a"), group("b")], kept=True)
     recorder.rollouts("rollouts", 1, [group("c")], kept=False)
     recorder.rollouts("held-out rollouts", 2, [group("d")])
-    assert lines(recorder.path("rollouts")) == []
+    assert read_jsonl(recorder.path("rollouts")) == []
     gate.set()
     recorder.close()
-    written = [(line["step"], line["kept"], line["group_id"]) for line in lines(recorder.path("rollouts"))]
+    written = [(line["step"], line["kept"], line["group_id"]) for line in read_jsonl(recorder.path("rollouts"))]
     assert written == [(1, True, "a"), (1, True, "b"), (1, False, "c")]
-    [line] = lines(recorder.path("held-out rollouts"))
+    [line] = read_jsonl(recorder.path("held-out rollouts"))
     assert (line["step"], line["group_id"]) == (2, "d")
     assert "kept" not in line
 
@@ -81,14 +77,14 @@ def test_a_run_that_raises_still_has_all_rollouts(gate, tmp_path):
 
     with pytest.raises(KeyError, match="the run's own error"):
         run()
-    assert [line["step"] for line in lines(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in read_jsonl(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
 
 
 SCRIPT = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 from run_recorder_test import group
-from rlhf_rollout.records_io import RolloutWriter
+from rlhf_rollout.records_io import RolloutWriter, json_lines, read_batches, read_lines
 from rlhf_train.run.recorder import Recorder
 
 write = RolloutWriter.write
@@ -132,7 +128,7 @@ def test_a_process_that_ends_while_rollouts_wait_writes_them_first(how, status, 
     (tmp_path / "may-write").touch()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
-    assert [line["step"] for line in lines(folder / "rollouts.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_jsonl(folder / "rollouts.jsonl")] == [1, 2, 3, 4]
 
 
 def fill_disk(recorder: Recorder) -> None:
@@ -309,7 +305,7 @@ def test_trackers_hear_of_every_nth_step_and_of_every_evaluation_and_the_file_of
             recorder.step(step, {"loss": 1.0})
         recorder.metrics(7, {"eval": 1.0})
     assert tracker.logged == [(0, "eval"), (3, "loss"), (6, "loss"), (7, "eval")]
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
 
 
 def test_recorder_says_where_remote_trackers_are(tmp_path, monkeypatch):
