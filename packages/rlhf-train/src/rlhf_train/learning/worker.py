@@ -211,8 +211,8 @@ class TrainWorker:
             kl_coef, entropy_coef: weights in the actor's loss, of a KL that is a term there and of a bonus that adapts.
 
         Raises:
-            EngineError: a gradient is not finite. That of a draft model is skipped and counted: it makes responses
-                faster, and no other.
+            EngineError: a gradient of the actor or the critic is not finite. The draft model's update is skipped and
+                counted instead, because drafts change how fast responses are made, and not what they say.
         """
         with self._residence.in_turn(role):
             spec = self._algorithm
