@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from online_fakes import LoggedRanks
 from rlhf_data.examples.preference import PreferenceExample, UnpairedExample
 from rlhf_data.examples.sft import SftExample
-from rlhf_train.costs import PassCosts, count_parameters, pass_costs
+from rlhf_train.costs import PassCosts, cached_size, count_parameters, pass_costs
 from rlhf_train.learning.learner import Learner
 from rlhf_train.learning.ranks import RankSet
 from rlhf_train.offline.epochs import Objective, OfflineSchedule, this_ranks_part
@@ -33,6 +33,20 @@ FIELDS = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 5,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "head size of its own": ("Qwen3", {"head_dim": 16}),
@@ -80,7 +94,7 @@ def counted(model: torch.nn.Module, num_tokens: int) -> tuple[int, int]:
 def test_costs_are_what_torch_counts(name: str) -> None:
     prefix, fields = MODELS[name]
     config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
-    config = getattr(transformers, config_class)(**FIELDS, **fields)
+    config = getattr(transformers, config_class)(**(FIELDS | fields))
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
@@ -89,6 +103,25 @@ def test_costs_are_what_torch_counts(name: str) -> None:
         layers, head = counted(model, num_tokens)
         assert costs.of(num_tokens) == layers
         assert costs.of(num_tokens, 4) - costs.of(num_tokens) == 4 * head // num_tokens
+
+
+@pytest.mark.parametrize(("prefix", "query_rank"), [("DeepseekV3", 12), ("DeepseekV2", None)])
+@torch.no_grad()
+def test_latent_attention_costs_and_weighs_what_torch_counts(prefix: str, query_rank: int | None) -> None:
+    config = getattr(transformers, f"{prefix}Config")(**(FIELDS | LATENT), q_lora_rank=query_rank)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    costs = pass_costs(config)
+    num_tokens = 7
+    with FlopCounterMode(display=False) as counter:
+        model.model(torch.arange(num_tokens)[None], use_cache=False)
+    # Eager attention computes the whole square, and causal kernels its lower half.
+    hidden_half = num_tokens * (num_tokens - 1) // 2
+    assert costs.of(num_tokens) + 3 * hidden_half * costs.pair_flops == counter.get_total_flops()
+    assert count_parameters(config).total == sum(weight.numel() for weight in model.parameters())
+    assert cached_size(config) == cached_size(config, 2) == 10 + 4
+    assert cached_size(transformers.Qwen2Config(**FIELDS), 4) == 2 * 8
 
 
 def test_costs_of_a_small_model_by_hand() -> None:

@@ -21,7 +21,7 @@ class PassCosts:
     Attributes:
         token_flops: of the layers' weights, 2 per weight that a token goes through.
         target_flops: of the output head, which runs on trained tokens only.
-        pair_flops: of attention, 2 for the score and 2 for the weighted value per head and element of its size.
+        pair_flops: of attention, 2 for the score per head and element of its key, and 2 per element of its value.
         windows: number of layers by the tokens that a token sees there, itself included; None for all before it.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, appendix, which has
@@ -52,14 +52,14 @@ def pass_costs(config: Any, *, has_head: bool = True) -> PassCosts:
     """
     config = config.get_text_config()
     sizes = sizes_of(config)
-    attention = 2 * sizes.hidden * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads)
+    attention = sum(rows * columns for rows, columns in attention_linears(config).values())
     mlps = sum(count * _mlp_weights(sizes.hidden, mlp) for mlp, count in mlps_of(config).items())
     window = field(config, "sliding_window")
     kinds = field(config, "layer_types") or ["sliding_attention"] * sizes.num_layers
     return PassCosts(
         token_flops=2 * (sizes.num_layers * attention + mlps),
         target_flops=2 * sizes.hidden * sizes.vocab * has_head,
-        pair_flops=4 * sizes.num_heads * sizes.head_dim,
+        pair_flops=2 * sizes.num_heads * sum(head_sizes(config)),
         windows=Counter(window if kind == "sliding_attention" else None for kind in kinds),
     )
 
@@ -130,6 +130,50 @@ def sizes_of(config: Any) -> Sizes:
     )
 
 
+class Latent(NamedTuple):
+    """Attention whose keys and values are products of a short vector per token, the one that a cache holds.
+
+    Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    Attributes:
+        rank: of keys and values.
+        query_rank: of the queries; 0 if one matrix computes them.
+        plain, rotary: the parts of a head's query and key without and with positions. All heads share a rotary key.
+        value: of a head.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+def latent_of(config: Any) -> Latent | None:
+    """Return the sizes of latent attention in the text part of a config; None for a model without it."""
+    config = config.get_text_config()
+    names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = Latent(*(number(config, name, default=0) for name in names))
+    return sizes if sizes.rank and sizes.value else None
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Return the sizes of a head's key and of its value."""
+    latent = latent_of(config)
+    if latent is None:
+        return (sizes_of(config).head_dim,) * 2
+    return latent.plain + latent.rotary, latent.value
+
+
+def cached_size(config: Any, num_parts: int = 1) -> int:
+    """Return how many numbers per token and layer the KV cache of an engine of `num_parts` ranks has on each rank."""
+    latent = latent_of(config)
+    if latent is not None:
+        return latent.rank + latent.rotary  # each rank has all of them
+    sizes = sizes_of(config)
+    return 2 * max(sizes.num_kv_heads // num_parts, 1) * sizes.head_dim
+
+
 def mlp_of(config: Any, layer: int) -> Mlp:
     """Return the MLP of a layer, by its number from 0."""
     width = number(config, "intermediate_size", default=4 * number(config, "hidden_size", default=1))
@@ -162,8 +206,9 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
         model     = layers + embedding V H + head V H, unless it is the embedding, + norm H
 
     with hidden size H, h heads of size D, k key-value heads, and V tokens; Qwen2 has biases D (h + 2 k), Qwen3 norms
-    2 D. Models of other families are counted like these. Without a head, the model has one output of H weights.
-    Whether the head is the embedding, the whole config says, before its text part.
+    2 D. DeepSeek's attention has the matrices of `attention_linears`. Models of other families are counted like these.
+    Without a head, the model has one output of H weights. Whether the head is the embedding, the whole config says,
+    before its text part.
     """
     whole, config = config, config.get_text_config()
     is_tied = getattr(whole, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
@@ -173,6 +218,9 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
     vectors = 2 * hidden
     if kind.startswith("qwen3"):
         vectors += 2 * sizes.head_dim
+    latent = latent_of(config)
+    if latent is not None:
+        vectors += latent.rank + latent.query_rank  # norms
     if kind.startswith("qwen2") or getattr(config, "attention_bias", False):
         vectors += sizes.head_dim * (sizes.num_heads + 2 * sizes.num_kv_heads)
     if not kind.startswith("qwen2") and getattr(config, "attention_bias", False):
@@ -195,13 +243,30 @@ def count_parameters(config: Any, *, has_head: bool = True) -> Parameters:
 
 def linears_of(config: Any, mlp: Mlp) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of the linear modules of a layer, by name. Experts and routers are none."""
-    hidden, _, _, num_heads, num_kv_heads, head_dim = sizes_of(config)
+    hidden = sizes_of(config).hidden
     width = mlp.shared if mlp.num_experts else mlp.width
-    linears = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
-    linears |= dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
+    linears = attention_linears(config)
     if width:
         linears |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)) | {"down_proj": (width, hidden)}
     return linears | ({"shared_expert_gate": (hidden, mlp.gates)} if mlp.gates else {})
+
+
+def attention_linears(config: Any) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of the linear modules of a layer's attention, by name."""
+    hidden, _, _, num_heads, num_kv_heads, head_dim = sizes_of(config)
+    latent = latent_of(config)
+    if latent is None:
+        linears = {"q_proj": (hidden, num_heads * head_dim), "o_proj": (num_heads * head_dim, hidden)}
+        return linears | dict.fromkeys(("k_proj", "v_proj"), (hidden, num_kv_heads * head_dim))
+    queries = num_heads * (latent.plain + latent.rotary)
+    linears = {
+        "kv_a_proj_with_mqa": (hidden, latent.rank + latent.rotary),
+        "kv_b_proj": (latent.rank, num_heads * (latent.plain + latent.value)),
+        "o_proj": (num_heads * latent.value, hidden),
+    }
+    if latent.query_rank:
+        return linears | {"q_a_proj": (hidden, latent.query_rank), "q_b_proj": (latent.query_rank, queries)}
+    return linears | {"q_proj": (hidden, queries)}
 
 
 def count_linear_weights(config: Any) -> int:

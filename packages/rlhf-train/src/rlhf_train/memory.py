@@ -15,6 +15,8 @@ from rlhf_rollout.engines.vllm.memory import FIXED_BYTES, ITEM_BYTES, gpu_work_b
 from rlhf_train.costs import (
     Mlp,
     Parameters,
+    attention_linears,
+    cached_size,
     count_adapters,
     count_linear_weights,
     count_parameters,
@@ -337,14 +339,13 @@ def pass_memory(model: Model, passes: Passes, *, with_gradients: bool, num_weigh
 
 def layer_bytes(config: Any, spec: ModelSpec, mlp: Mlp) -> int:
     """Return the bytes per token that a layer keeps for its backward pass."""
-    sizes = sizes_of(config)
-    hidden = sizes.hidden
+    hidden = sizes_of(config).hidden
     item = ITEM_BYTES[spec.dtype]
     width = mlp.per_token * mlp.width + mlp.shared
     size = item * 4 * hidden
-    size += _share(
-        item * (2 * sizes.head_dim * (sizes.num_heads + sizes.num_kv_heads) + 3 * width), spec.tensor_parallel_size
-    )
+    linears = attention_linears(config)
+    attention = sum(columns for name, (_, columns) in linears.items() if name != "o_proj") + linears["o_proj"][0]
+    size += _share(item * (attention + 3 * width), spec.tensor_parallel_size)
     size += item * 2 * hidden * mlp.per_token * (mlp.num_experts > 0)
     is_inside = spec.zero_stage == 3 and not _whole_layer(config, spec)
     cannot = (
@@ -373,23 +374,23 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None, d
 
         weights   = item size * (weights / tensor_parallel_size + adapters of all linear layers, if there are any);
                     in FP8 one byte for each of a layer's matrices
-        KV cache  = 2 (keys, values) * layers * key-value heads / tensor_parallel_size, at least 1, * head size
-                    * item size * max_num_seqs * max_model_len
+        KV cache  = layers * item size * max_num_seqs * max_model_len * numbers per token, which are
+                    2 (keys, values) * head size * key-value heads / tensor_parallel_size, at least 1,
+                    or the latent vector and the rotary key, whole, of models that have them
         and both of a draft model, which is neither split nor rounded
         work      = `rlhf_rollout.engines.vllm.memory.gpu_work_bytes`, of which 2 GiB stay while it sleeps
 
     vLLM takes up to four times this KV cache. With less of it, fewer responses are generated at once: on a GPU of
     `gpu_bytes` bytes it is what weights and work leave of the engine's share, but at least one sequence.
     """
-    sizes = sizes_of(config)
     item = ITEM_BYTES[spec.dtype]
-    per_token = _cache_per_token(sizes, item, spec.tensor_parallel_size)
+    per_token = _cache_per_token(config, item, spec.tensor_parallel_size)
     counted = count_parameters(config)
     saved = (item - 1) * counted.matrices if spec.quantization == "fp8" else 0
     weights = _share(item * counted.total - saved, spec.tensor_parallel_size)
     weights += item * count_adapters(config, spec.adapter_rank, "all-linear")
     if draft is not None:
-        per_token += _cache_per_token(sizes_of(draft), item, 1)
+        per_token += _cache_per_token(draft, item, 1)
         weights += item * count_parameters(draft).total
     work = gpu_work_bytes(spec, config.get_text_config().to_dict())
     cache = per_token * spec.max_num_seqs * spec.max_model_len
@@ -400,9 +401,8 @@ def engine_memory(config: Any, spec: EngineSpec, gpu_bytes: int | None = None, d
     return Need(items, FIXED_BYTES)
 
 
-def _cache_per_token(sizes: Any, item_bytes: int, num_parts: int) -> int:
-    num_kv_heads = max(sizes.num_kv_heads // num_parts, 1)
-    return 2 * sizes.num_layers * num_kv_heads * sizes.head_dim * item_bytes
+def _cache_per_token(config: Any, item_bytes: int, num_parts: int) -> int:
+    return sizes_of(config).num_layers * cached_size(config, num_parts) * item_bytes
 
 
 def _sum(*parts: Mapping[str, int]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from rlhf_train.costs import count_adapters, count_parameters, mlps_of, pass_costs, sizes_of
+from rlhf_train.costs import cached_size, count_adapters, count_parameters, mlps_of, pass_costs, sizes_of
 from rlhf_train.learning.learning_spec import is_teacher
 from rlhf_train.memory import ITEM_BYTES, layer_bytes
 from rlhf_train.online_job import OnlineJob
@@ -231,7 +231,7 @@ def _generation(job: OnlineJob, rates: Rates, lengths: _Lengths) -> float:
     weights = item * counts.total
     if engine.quantization == "fp8":
         weights -= (item - 1) * counts.matrices
-    kv_per_token = 2 * sizes.num_layers * max(sizes.num_kv_heads // parts, 1) * sizes.head_dim * item
+    kv_per_token = sizes.num_layers * cached_size(config, parts) * item
     of_step = weights / parts / rates.read_bytes
     of_token = kv_per_token * (lengths.prompt + lengths.mean / 2) / rates.read_bytes
     of_token += costs.of(1, 1) / parts / rates.decode_flops
