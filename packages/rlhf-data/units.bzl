@@ -36,7 +36,7 @@ TESTS = {
     "examples/preference_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/rows", "rlhf-data/testing"],
     "examples/sft_test.py": ["rlhf-data/errors", "rlhf-data/examples", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/rows", "rlhf-data/testing", "tests/support/record_testing"],
     "exports_test.py": ["rlhf-data", "rlhf-data/prompts", "rlhf-data/records", "rlhf-data/testing"],
-    "hub_names_test.py": ["rlhf-data/errors", "rlhf-data/hub_names", "rlhf-data/own_code", "rlhf-data/pretrained", "rlhf-data/rows"],
+    "hub_names_test.py": ["rlhf-data/errors", "rlhf-data/hub_names", "rlhf-data/pretrained", "rlhf-data/rows", "tests/support/hub_stand_in"],
     "images/ahead_test.py": ["rlhf-data/images"],
     "images/image_files_test.py": ["rlhf-data/errors", "rlhf-data/images"],
     "images/image_rows_test.py": ["rlhf-data/errors", "rlhf-data/images", "rlhf-data/rows"],

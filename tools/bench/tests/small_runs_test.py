@@ -1,6 +1,7 @@
 """Benchmarks in small, on a CPU: what they compare computes the same, and reports say what was measured."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,20 @@ def forked_ranks(monkeypatch):
     monkeypatch.setattr(
         runner, "multiprocessing", SimpleNamespace(get_context=lambda method: forked_context("ranks_preload"))
     )
+
+
+def test_agents_tell_the_cost_of_the_door_and_of_many_episodes(bench):
+    shape = ["--door_episodes", "10", "--episodes", "100", "--turns", "3", "--latency_s", "0.3"]
+    _, report = bench("agents", *shape)
+    door, rounds = report["door"], report["episodes"]["rounds"]
+    assert door["num_requests"] == 30
+    assert 0 < door["direct_median_ms"] < door["door_median_ms"]
+    assert 0 < door["overhead_median_ms"] <= door["overhead_p99_ms"]
+    for one in rounds:
+        assert 50 < one["max_concurrent_episodes"] <= 100
+        # Three times the question and the answer; the prompt is the question, too.
+        assert one["num_tokens"] == 100 * (4 * 65 + 3 * 25)
+        assert one["lag_median_ms"] <= one["lag_p99_ms"] <= one["lag_max_ms"]
 
 
 def test_answers_of_an_adapter_are_near_peft_with_this_adapter(bench, tmp_path):
@@ -98,6 +113,16 @@ def test_formats_of_rollouts_are_measured_on_all_of_their_tokens(bench):
     assert 8 * 125_000 < saved["unfinished"]["size_bytes"] < 8.5 * 125_000
     assert saved["waiting"]["size_bytes"] > 8 * 125_000  # with texts and names, and prompts without log-probs
     assert all(saved[name]["seconds"] > 0 and saved[name]["memory_mib"] >= 0 for name in ("unfinished", "waiting"))
+
+
+def test_the_report_of_a_large_run_is_measured(bench):
+    shape = ["--steps", "3", "--groups", "2", "--response_tokens", "40"]
+    _, report = bench("large_report", *shape, "--openings", "1")
+    assert (report["num_rollouts"], report["num_tokens"]) == (48, 1920)
+    assert report["size_bytes"] > 1920 * 10  # 10 bytes of values per token
+    assert report["page_bytes"] > 1920 * 8 and report["peak_mib"] > 20 and report["seconds"] > 0
+    if shutil.which("chromium"):
+        assert report["page_rollouts"] == 48 and 0 < report["opens_s"][0] < 60
 
 
 def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench):
