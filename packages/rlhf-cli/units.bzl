@@ -45,7 +45,7 @@ TESTS = {
     "config/output_section_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/console", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-train/run"],
     "config/presets_test.py": ["rlhf-cli/commands", "rlhf-cli/config", "rlhf-cli/presets", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing"],
     "console/capture_test.py": ["rlhf-cli/builtin", "rlhf-cli/commands", "rlhf-cli/console", "rlhf-data/errors", "rlhf-data/options", "rlhf-models/testing", "rlhf-rollout/workers"],
-    "console/console_test.py": ["rlhf-cli/commands", "rlhf-cli/console", "rlhf-data/own_code", "rlhf-data/records", "rlhf-models/loading", "rlhf-models/testing", "rlhf-train/run"],
+    "console/console_test.py": ["rlhf-cli/commands", "rlhf-cli/console", "rlhf-data/errors", "rlhf-data/options", "rlhf-data/own_code", "rlhf-data/records", "rlhf-models/loading", "rlhf-models/testing", "rlhf-train/run"],
     "doctor/doctor_command_test.py": ["rlhf-cli/commands", "rlhf-models/testing"],
     "doctor/doctor_test.py": ["rlhf-cli/commands", "rlhf-data/errors", "rlhf-models/testing"],
     "doctor/finding_test.py": ["rlhf-cli/commands", "rlhf-data/errors", "rlhf-models/testing"],

@@ -152,6 +152,19 @@ def test_typed_newlines_are_newlines_and_latex_stays(typed, read):
     assert TemplateSection(input_template=read).input_template == read
 
 
+def test_inspect_reads_a_chat_template_from_its_file(tmp_path, capsys, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}])
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    flags = ["--tokenizer", tokenizer, "--apply_chat_template", "--tokenizer_chat_template"]
+    status, out, _ = inspect(capsys, path, *flags, template)
+    assert status == 0
+    assert "one[[two </s>]]" in out.splitlines()
+    status, _, err = inspect(capsys, path, *flags, tmp_path / "chat.jinj")
+    assert status == 2
+    assert f"--tokenizer_chat_template: file {tmp_path / 'chat.jinj'} does not exist" in err
+
+
 def test_inspect_without_rows_needs_them_and_a_dry_run_lists_that(capsys):
     assert main(["inspect"]) == 2
     assert "error: --dataset is missing" in capsys.readouterr().err
@@ -160,6 +173,11 @@ def test_inspect_without_rows_needs_them_and_a_dry_run_lists_that(capsys):
     assert '[inspection]\nkind = "sft"\ntokenizer' not in out  # None is the default, which TOML leaves out
     assert "row = 3\n" in out
     assert err.startswith("still missing: --dataset is missing")
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert main(["inspekt"]) == 2
+    assert "hint: did you mean `inspect`?" in capsys.readouterr().err
 
 
 def test_command_gets_the_words_after_its_name_and_one_that_cannot_run_has_status_2(capsys, monkeypatch):

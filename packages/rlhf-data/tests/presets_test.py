@@ -222,6 +222,7 @@ def test_row_of_another_form_is_an_error_that_names_its_line(tmp_path, preset, r
         (r"\boxed{1} and \fbox{ 2 }.", "2"),
         (r"\boxed{\left\{1, 2\right.}", r"\left\{1, 2\right."),
         (r"\boxed{}", None),
+        (r"\boxed{\frac{1}{2}", None),
         (r"\boxed", None),
         ("", None),
     ],

@@ -9,7 +9,8 @@ import pytest
 import runner
 from process_testing import forked_context
 from rlhf_models.testing import tiny_model_dir
-from workloads.speed import head_step
+from runner import Metrics
+from workloads.speed import head_step, real_work
 
 
 @pytest.fixture
@@ -136,3 +137,59 @@ def test_fleet_tells_what_a_controller_needs_while_all_answers_are_written(bench
     assert steady["memory_growth"] == pytest.approx(steady["memory_last_mib"] / steady["memory_first_mib"] - 1)
     fill = report["fill"]
     assert fill["tokens_per_s_of_a_core"] == pytest.approx(1000 / fill["cores"])
+
+
+def test_real_work_asks_for_natural_lengths_and_leaves_the_first_step_out(bench, monkeypatch):
+    asked = {}
+
+    def run_ppo(flags, folder):
+        asked[folder.name] = " ".join(flags)
+        return Metrics([], [{"time/step": seconds} for seconds in (9.0, 2.0, 4.0, 3.0)], {})
+
+    def generate(command, **options):
+        asked["file"] = " ".join(command)
+        return SimpleNamespace(stdout="generating ...\n1319 rollouts in 22.4 s, 8531 tokens/s\n")
+
+    monkeypatch.setattr(real_work, "run_ppo", run_ppo)
+    monkeypatch.setattr(real_work, "subprocess", SimpleNamespace(run=generate, PIPE=None, STDOUT=None))
+    inputs = ["--model", "sft", "--questions", "rows.jsonl", "--chats", "hh.jsonl", "--reward_model", "rm"]
+    _, report = bench("real_work", *inputs, "--prompts", "4", "--", "--vllm_max_num_seqs", "1024")
+    assert report["answers"]["median"] == report["chats"]["median"] == {"time/step": 3.0}
+    assert report["file"]["seconds"] == 22.4 and report["file"]["tokens_per_s"] == 8531
+    assert all("--pretrain sft" in words and words.count("--vllm_max_num_seqs 1024") == 1 for words in asked.values())
+    assert "--rollout_batch_size 4 --train_batch_size 32" in asked["answers"]
+    assert "--reward_pretrain rm --critic_pretrain rm --prompt_data hh.jsonl" in asked["chats"]
+    assert "--max_samples 1319 --generate_max_len 300" in asked["file"]
+
+
+@pytest.mark.parametrize("steps", ["1", "4"])
+def test_steps_with_a_timeline_need_a_neighbour_without_one(steps, bench, capsys):
+    with pytest.raises(SystemExit):
+        bench("timeline_cost", "--steps", steps)
+    assert "--steps must be odd and at least 3" in capsys.readouterr().err
+
+
+def test_adapters_alone_are_few_bytes_beside_merged_weights(bench, monkeypatch):
+    asked = []
+
+    def run_ppo(flags, folder):
+        asked.append(" ".join(flags))
+        size = 10.0 if folder.name == "adapter" else 1000.0
+        step = {"sync/size_bytes": size, "time/sync": 0.5, "time/generate": 2.0, "time/step": 3.0}
+        step |= {"rollout/response_tokens": 7.0, "samples/generated": 4}
+        gaps = [{"mismatch/logprob_gap_max": gap, "mismatch/logprob_gap_mean": gap / 2} for gap in (4e-6, 2e-6)]
+        return SimpleNamespace(steps=[step | gaps[0] | {"time/sync": 9.0}, step | gaps[1]])
+
+    monkeypatch.setattr("workloads.speed.adapter_sync.run_ppo", run_ppo)
+    _, report = bench("adapter_sync", "--rank", "8", "--steps", "2", "--", "--bf16")
+    assert asked == [f"--lora_rank 8 --lora_sync {sync} --train_steps 2 --bf16" for sync in ("merge", "adapter")]
+    assert report["measured"]["adapter"] == {
+        "sync/size_bytes": 10.0,
+        "time/sync": 0.5,
+        "time/generate": 2.0,
+        "time/step": 3.0,
+        "tokens_per_s": 14.0,
+        "logprob_gap_max": 4e-6,
+        "logprob_gap_mean": 2e-6,
+    }
+    assert report["measured"]["merge"]["sync/size_bytes"] == 1000.0

@@ -57,6 +57,11 @@ TABLE = [
         "error: --lora_sync adapter is not tested with --vllm_quantization fp8",
         "use --lora_sync merge",
     ),
+    (
+        "ppo --lora_sync adapter --lora_rank 8 --image_key image",
+        "error: --lora_sync adapter is not tested with --image_key",
+        "use --lora_sync merge",
+    ),
     ("ppo --load_in_4bit", "error: --load_in_4bit is for frozen weights under adapters, and --lora", "--lora_rank 16"),
     (f"{SFT} --load_in_4bit --lora_rank 2 --zero_stage 3", "error: --load_in_4bit restores weights", "--zero_stage 2"),
     ("ppo --load_in_4bit --lora_rank 2 --torch_compile on", "error: --load_in_4bit restores", "leave --torch_compile"),

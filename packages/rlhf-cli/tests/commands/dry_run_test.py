@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -128,6 +129,16 @@ def test_gpus_that_are_not_enough_are_missing(folder, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert main([*flags(), "--dry_run"]) == 0
     assert "note: models apart need 4 GPUs and there is 1: all models share it" in capsys.readouterr().out
+
+
+def test_cluster_that_does_not_answer_is_not_looked_at(folder, capsys, monkeypatch):
+    refused = Mock(side_effect=ConnectionRefusedError("nobody there"))
+    monkeypatch.setattr("socket.socket.connect", refused)
+    monkeypatch.setattr("ray.init", refused)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert main([*flags(), "--dry_run"]) == 0
+    (line,) = lists(capsys)["not looked at"]
+    assert "127.0.0.1:1" in line
 
 
 @pytest.mark.parametrize("lacking", ["nothing", "prompts"])

@@ -264,6 +264,19 @@ def test_seconds_are_those_of_the_kind_of_gpu_and_the_lengths(capsys):
     assert float(told[2]) - fullest == pytest.approx(float(told[1]) - trainer, abs=0.11)
 
 
+@pytest.mark.parametrize(("gpus", "says"), [(8, False), (64, True)])
+def test_links_between_nodes_are_said_to_be_unmeasured(gpus, says, capsys):
+    words = model("llama-3.1-70b", gpus, *SLEEP, "--zero_stage", "3", "--train_batch_size", "512")
+    status, out, _ = run(capsys, *words, "--gpus", str(gpus))
+    assert (status, "\n  links between nodes are counted like those within a node" in out) == (0, says)
+
+
+@pytest.mark.parametrize("four_bit", [[], ["--load_in_4bit"]], ids=str)
+def test_the_time_to_restore_weights_is_said_to_be_left_out(four_bit, capsys):
+    status, out, _ = run(capsys, *model("qwen2.5-7b", 2), "--gpus", "2", "--lora_rank", "8", *four_bit)
+    assert (status, "from 4 bits is not counted" in out) == (0, bool(four_bit))
+
+
 def test_adapters_are_suggested_where_all_weights_cannot_be_trained(capsys, planner):
     """7 billion weights in bfloat16 are 14.2 GiB, and adapters of rank 64 add 64 (inputs + outputs) of 7 matrices."""
     own = ["--gpus", "1", "--gpu_memory_gb", "80"]
@@ -291,6 +304,19 @@ def test_adapters_are_for_the_critic_too_and_only_where_there_are_none(planner):
     assert adapters([*words, *given], plan, 80 * GIB) is None
 
 
+def test_gpus_that_the_flags_leave_idle_are_told(capsys):
+    _, _, err = run(capsys, *model("qwen2.5-0.5b", 2), "--gpus", "3")
+    assert "notice: the flags use 2 of 3 GPUs; --suggest proposes flags that use all" in err
+    _, _, err = run(capsys, *model("qwen2.5-0.5b", 2), "--gpus", "2")
+    assert "the flags use" not in err
+
+
+def test_command_fails_if_nothing_helps(capsys):
+    status, out, _ = run(capsys, *model("llama-3.1-70b", 1), "--gpus", "1", "--gpu_memory_gb", "24")
+    assert status == 1
+    assert out.splitlines()[-1].endswith("; use more GPUs, or larger ones")
+
+
 def test_suggestion_uses_all_gpus_and_is_a_plan_that_fits(capsys):
     own = ["--gpus", "8", "--gpu_memory_gb", "40"]
     start = ["--pretrain", "qwen2.5-32b", *GROUP[:-1], "--generate_max_len", "4096"]
@@ -304,6 +330,31 @@ def test_suggestion_uses_all_gpus_and_is_a_plan_that_fits(capsys):
     status, again, _ = run(capsys, *start, *flags, *own)
     assert again == out.partition("\n\n")[2]
     assert "prompt 1024 + response 4096 = at most 5120" in again
+
+
+def test_cpus_have_a_plan_without_an_estimate(capsys):
+    status, out, _ = run(capsys, "--gpus", "0", "--gpu_memory_gb", "80")
+    assert status == 0
+    assert "placement: no GPU, everything shares the CPU" in out
+    assert "memory is estimated for GPUs only" in out
+
+
+def test_model_may_be_a_config_file_or_in_the_hubs_cache(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape_config("qwen2.5-1.5b")))
+    asked = []
+
+    def cached(*words, **options):
+        asked.append((words, options))
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    words = ["--gpus", "1", *model("qwen2.5-1.5b", 1)]
+    named = run(capsys, *words)
+    for name in ("config.json", "owner/name@v2"):
+        words[words.index("--pretrain") + 1] = name
+        assert run(capsys, *words)[:2] == named[:2]
+    assert asked[0] == (("owner/name", "config.json"), {"revision": "v2"})
 
 
 NEEDS_GPUS = "hint: add --gpus with 1 to 8 or a multiple of 8, and --gpu_memory_gb"

@@ -80,6 +80,14 @@ def test_dry_run_reports_what_is_left_out_shared_or_failing(folder, capsys):
     assert "--rollout_batch_size 16 is more than the 8 prompts: each is used 2.0 times per step" in notices
 
 
+def test_dry_run_says_which_share_is_left_out_if_it_is_most(folder, capsys):
+    long = {"question": "What is " + "1 + " * 40 + "1?", "answer": "41"}
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *[long] * 24]))
+    assert main([*flags(), "--dry_run"]) == 0
+    said = "most of the data, 75 %, is not used: 24 of 32 prompts are longer than --prompt_max_len and left out"
+    assert said in capsys.readouterr().err
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 

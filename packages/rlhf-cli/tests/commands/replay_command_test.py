@@ -278,6 +278,12 @@ def test_what_cannot_be_repeated_is_refused_with_a_hint(case, home, jobs, capsys
     assert not jobs
 
 
+def test_dry_run_shows_the_options_and_starts_nothing(home, jobs, capsys):
+    write_run(home / "run")
+    assert main(["replay", "run", "--step", "2", "--dry_run"]) == 0
+    assert "step = 2" in capsys.readouterr().out and not jobs
+
+
 def test_checkpoint_of_the_step_itself_and_later_ones_are_not_what_it_starts_from(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_num=9)
     for step in (2, 4, 6):

@@ -94,6 +94,16 @@ def test_held_out_rollouts_are_in_another_file(capsys, run):
     assert "add --held_out" in capsys.readouterr().err
 
 
+def test_damaged_line_is_left_out_and_told(capsys, tmp_path):
+    prompt = make_prompt()
+    with contextlib.closing(RolloutWriter(tmp_path / "rollouts.jsonl")) as writer:
+        writer.write(make_group("g0", prompt, [make_rollout(prompt, "4", group_id="g0")]), step=1)
+    with (tmp_path / "rollouts.jsonl").open("ab") as file:
+        file.write(b'{"step": 2}\n{"step": 3, "cut')
+    _, err, ids = shown(capsys, tmp_path)
+    assert ids == ["g0/0"] and "warning: 1 line(s) of" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

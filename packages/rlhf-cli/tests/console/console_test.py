@@ -9,6 +9,8 @@ import pytest
 
 from rlhf_cli.console.results import show_results
 from rlhf_cli.console.views import DOING, Console, OfflineView, RunView, sparkline
+from rlhf_data.errors import EngineError
+from rlhf_data.options.progress import Progress
 from rlhf_data.records import FinishReason, Prompt, Rollout, Span, SpanSource, Verdict, VerdictKind
 from rlhf_train.run.timeline import PHASES
 
@@ -131,6 +133,17 @@ def test_run_view_evaluation_with_several_samples_and_sources_shows_pass_at_k_of
     ]
 
 
+def test_run_view_evaluation_shows_the_first_sources_of_many(streams):
+    out, err = streams
+    metrics = {"eval/accuracy": 0.5, "eval/response_tokens": 20.0}
+    for number in range(8):
+        metrics |= {f"eval/s{number}/{name}": 0.5 for name in ("pass@1", "response_tokens", "truncated")}
+    RunView(Console(out, err), 10).evaluation(0, metrics)
+    _, *sources = out.getvalue().splitlines()
+    assert [line.split()[0] for line in sources] == ["s0", "s1", "s2", "s3", "s4", "s5", "and"]
+    assert sources[-1] == "  and 2 more"
+
+
 def test_run_view_evaluation_without_rewards_does_not_look_like_a_worse_policy(streams):
     out, err = streams
     view = RunView(Console(out, err), 10)
@@ -154,6 +167,12 @@ def test_run_view_passes_of_the_first_step_that_are_not_half_full_are_told(strea
     for step in (3, 4):
         view.step(step, 10, METRICS | {"throughput/pass_fill": fill})
     assert err.getvalue() == (f"{told}--micro_batch_tokens fills them\n" if told else "")
+
+
+def test_run_view_on_a_pipe_an_early_end_is_a_line(streams):
+    out, err = streams
+    RunView(Console(out, err), 10).ending(EngineError("a process is gone"))
+    assert err.getvalue() == "ending the processes of the run ...\n"
 
 
 def test_show_results_names_accuracy_and_every_place(streams):
@@ -226,6 +245,33 @@ def test_console_terminal_has_colours_unless_no_color_is_set(monkeypatch, stream
     assert "\x1b[31m" in coloured.getvalue()
     assert "1. \x1b[32mok\x1b[0m" in coloured.getvalue() and "2. \x1b[31mwrong\x1b[0m" in coloured.getvalue()
     assert "\x1b[31m" not in plain.getvalue()
+
+
+def test_run_view_estimates_the_first_phases_by_their_parts_and_later_steps_by_the_steps(streams, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "show", lambda self, text, **more: shown.append((text, more)))
+    view = RunView(Console(*streams), 10)
+    view.phase("evaluate")
+    view.progress(3, 8)
+    view.phase("generate")
+    view.progress(5, 16)
+    view.phase("train")
+    common = {"ends_in_s": None, "announce": False, "above": []}
+    assert shown == [
+        ("answering held-out prompts", common),
+        ("answering held-out prompts", common | {"done": 3, "total": 8}),
+        ("step 1/10: generating", common),
+        ("step 1/10: generating", common | {"done": 5, "total": 16}),
+        ("step 1/10: training", common),
+    ]
+    view.step(1, 10, METRICS | {"time/step": 20.0})
+    view.phase("generate")
+    text, more = shown[-1]
+    assert text == "step 2/10: generating"
+    assert more["ends_in_s"] == pytest.approx(180, abs=1)
+    view.step(2, 10, METRICS | {"time/step": 10.0})
+    view.phase("generate")
+    assert shown[-1][1]["ends_in_s"] == pytest.approx(120, abs=1)
 
 
 class Above(Console):

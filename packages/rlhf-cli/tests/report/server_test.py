@@ -89,6 +89,17 @@ def test_rollouts_that_the_page_lacks_are_found(suffix, tmp_path):
         assert find(min_tokens=4, max_tokens=4, first_step=9, finish_reasons="stop", text="") == (1, [9])
 
 
+def test_wrong_questions_are_refused(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with served(folder) as get:
+        for query in ("", "run=1", "run=x", "run=0&first_step=x"):
+            assert get("rollouts?" + query)[0] == 400
+        (folder / "rollouts.jsonl").unlink()
+        status, text = get("rollouts?run=0&text=4")
+        assert status == 409
+        assert "rollouts.jsonl" in text
+
+
 def test_a_server_needs_runs_and_a_port(tmp_path, capsys):
     with pytest.raises(DataError, match="there is no run in"):
         Report([tmp_path], (1, 1))

@@ -346,6 +346,12 @@ def test_encode_conversation_trains_what_the_template_writes_after_the_end():
     assert encode(template) == expected
 
 
+def test_encode_conversation_marks_without_any_eos_end_with_one():
+    template = MARKED.replace("INSIDE", "").replace("OUTSIDE", "+ ' <end>'")
+    expected = "user one </s> assistant [two] <end> user three </s> assistant [one] [two] <end> [</s>]"
+    assert encode(template) == expected
+
+
 def test_encode_conversation_marks_allow_a_template_that_rewrites_history():
     marked = FORGETFUL.replace(
         "{{ m.content + ' </s>' }}",

@@ -139,6 +139,15 @@ def test_load_examples_failure_leaves_nothing_in_the_cache(tmp_path):
     assert os.listdir(tmp_path / "c") == []
 
 
+def test_load_examples_options_out_of_range_are_refused(tmp_path):
+    rows = open_sources(write(tmp_path / "a.jsonl", 1))
+    with pytest.raises(ConfigError, match="num_workers must be at least 0, got -1"):
+        load_examples(rows, ENCODER, num_workers=-1)
+    streamed = replace(rows, sources=(replace(rows.sources[0], fingerprint=lambda: None),))
+    with pytest.raises(ConfigError, match="is streamed and cannot be cached"):
+        load_examples(streamed, ENCODER, cache_dir=tmp_path / "c")
+
+
 def test_load_examples_config_error_in_a_process_reaches_the_caller(tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.eos_token_id = None

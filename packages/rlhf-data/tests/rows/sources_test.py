@@ -190,6 +190,12 @@ def test_rows_read_counts_a_broken_row_and_goes_on(tmp_path, name, content, bad,
         list(open_sources(path))
 
 
+def test_open_sources_csv_without_a_readable_header_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"q\xff\n1\n")
+    with pytest.raises(DataError, match=r"a\.csv:1: the header of the table cannot be read: not UTF-8"):
+        list(open_sources(tmp_path / "a.csv").read(RowErrors()))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
