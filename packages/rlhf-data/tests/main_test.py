@@ -1,5 +1,6 @@
 """The command `rlhf-data inspect`: what it prints, and what it refuses."""
 
+import subprocess
 import sys
 
 import pytest
@@ -194,3 +195,11 @@ def test_command_gets_the_words_after_its_name_and_one_that_cannot_run_has_statu
     assert exits.exit_status(lambda: run("b", [])) == 1
     assert exits.run_command("tool", titles, [], run) == 0
     assert "\n  a       one\n  longer  two\n" in capsys.readouterr().out
+
+
+def test_end_of_a_command_searches_no_imported_object_for_garbage():
+    code = "import atexit, gc; from rlhf_data.options.exits import exit_status\n"
+    code += "atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count()))\nexit_status(lambda: 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    searched, skipped = map(int, done.stdout.split())
+    assert searched < 100 < 5000 < skipped

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_rollout import host
 from rlhf_rollout.host import (
+    collection_paused,
     free_port,
     local_gpus,
     place_vllm_sockets,
@@ -32,6 +33,16 @@ def test_spared_collections_skip_what_exists_and_come_after_more_than_nine_thous
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def test_what_is_made_while_collection_is_paused_is_old_afterwards():
+    gc.collect()
+    with collection_paused():
+        assert not gc.isenabled()
+        kept = [[] for _ in range(9000)]
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    old = set(map(id, gc.get_objects(generation=2)))
+    assert old.issuperset(map(id, kept))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def stay_on_loopback(host: str) -> None:
 def collection_paused() -> Iterator[None]:
     """Pause Python's garbage collector for the time of a `with` block that imports large libraries.
 
-    Otherwise the collector examines all imported objects again and again: about a tenth of the time of an import.
+    Otherwise the collector examines all imported objects again and again: about a tenth of the time of an import. It
+    takes them for old ones afterwards.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -104,6 +105,10 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            is_frozen = gc.get_freeze_count() > 0
+            gc.freeze()
+            if not is_frozen:
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 

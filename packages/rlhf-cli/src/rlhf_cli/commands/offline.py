@@ -39,7 +39,7 @@ from rlhf_data.errors import ConfigError, unknown
 from rlhf_data.options.command_line import CommandLine, Parsed, to_toml
 from rlhf_data.options.declare import matching
 from rlhf_data.pretrained import set_chat_template
-from rlhf_rollout.host import local_gpus
+from rlhf_rollout.host import collection_paused, local_gpus
 
 if TYPE_CHECKING:
     from rlhf_cli.console.views import Console
@@ -185,6 +185,7 @@ class Command:
         show_lacks(console, parsed, absent)
 
 
+@collection_paused()
 def _prepare(command: Command, config: OfflineConfig, folder: Path, console: "Console") -> tuple["OfflineJob", Any]:
     """Check models and data without loading a model; return the job and the tokenizer."""
     assert config.model.pretrain

@@ -36,6 +36,7 @@ from rlhf_data.keys import unread_tools
 from rlhf_data.pretrained import set_chat_template
 from rlhf_data.prompts import PromptSet
 from rlhf_data.rows.row import Counts
+from rlhf_rollout.host import collection_paused
 from rlhf_rollout.rewards.sources import RewardSource, model_paths
 from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.generation.recorded import Recording, find_recording
@@ -83,6 +84,7 @@ class Inputs:
     template_clock: datetime | None = None
 
 
+@collection_paused()
 def check_inputs(config: PpoConfig, folder: Path) -> Inputs:
     """Check everything that a `ppo` run reads. See `check_run_folders` for what it writes to `folder`.
 

@@ -1,5 +1,7 @@
 """Exit statuses of commands, how errors are shown to the user, and the choice of a command."""
 
+import atexit
+import gc
 import os
 import re
 import select
@@ -99,6 +101,8 @@ def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
 
     An error for the user (`RlhfError`) is printed to stderr without a traceback, and with flags for fields.
     """
+    # The end of the process would search all that was imported for garbage, for up to a second.
+    atexit.register(gc.freeze)
     try:
         status = command()
         if sys.stdout is not None:  # as after `>&-`
