@@ -28,12 +28,17 @@ sys.exit(7)
 """
 
 
+def wait_for_server(folder: str) -> None:
+    """Wait until the process that is forked for workers has imported the libraries: no caller will lose patience."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{folder}/worker")
+        connection.recv(1)
+
+
 @pytest.fixture(scope="module")
 def server(words: list[str]) -> None:
     """The process that is forked."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{os.environ[SOCKETS]}/worker")
-        connection.recv(1)  # it has imported the libraries: no caller will lose its patience
+    wait_for_server(os.environ[SOCKETS])
 
 
 @pytest.fixture
@@ -80,11 +85,11 @@ def test_killed_worker_ends_its_caller_and_a_killed_caller_its_worker(program):
 
 @pytest.mark.usefixtures("words")  # PYTHONPATH is that of their processes
 def test_processes_to_fork_end_with_one_that_is_terminated():
-    code = "import time, warm_commands\nwith warm_commands.warm_commands(): print(flush=True); time.sleep(600)"
+    code = "import os, time, warm_commands as warm\nwith warm.warm_commands():"
+    code += " print(os.environ[warm.SOCKETS], flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
-        run.stdout.readline()
+        wait_for_server(run.stdout.readline().strip())
         [server] = psutil.Process(run.pid).children()
-        assert eventually(server.children)  # it has imported what workers need, too
         ends = [server.pid, *(child.pid for child in server.children())]
         run.terminate()
         run.wait(60)

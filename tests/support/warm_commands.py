@@ -4,6 +4,7 @@ That saves seconds per process. A fork takes folder, environment, arguments and 
 as a new interpreter would. It is killed when its caller is gone, or the process that has the libraries imported.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -17,8 +18,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NoReturn
 
 # What commands and workers import, beside transformers, DeepSpeed and PEFT. vLLM changes settings of torch, so both do
 # without it; commands that generate have their engine in another process. Ray is left to the one command that uses it,
@@ -29,6 +31,7 @@ LIBRARIES = {
     "worker": (
         "aiohttp", "openai.types.responses", "torch._dynamo.aot_compile_types",
         "torch._inductor.lowering", "transformers.models.auto.image_processing_auto",
+        "rlhf_train.learning.kernels_ahead",
     ),
 }  # fmt: skip
 SOCKETS = "RLHF_WARM_WORKERS"  # names the folder of the sockets to `for_workers`
@@ -212,7 +215,7 @@ def paths(environment: Mapping[str, str]) -> list[str]:
     return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def run(streams: list[int], words: list[str], folder: str, environment: dict[str, str], group: int) -> None:
+def run(streams: list[int], words: list[str], folder: str, environment: dict[str, str], group: int) -> NoReturn:
     """Run a command or a program in this process, as a new interpreter would."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -231,10 +234,29 @@ def run(streams: list[int], words: list[str], folder: str, environment: dict[str
             os.setpgid(0, 0)
         importlib.import_module("numpy").random.seed()
         sys.argv[:] = words
-        runpy.run_path(words[0], run_name="__main__")
-    else:
-        sys.argv[1:] = words
-        runpy.run_module("rlhf_cli.main", run_name="__main__", alter_sys=True)
+        end_with(lambda: runpy.run_path(words[0], run_name="__main__"))
+    sys.argv[1:] = words
+    end_with(lambda: runpy.run_module("rlhf_cli.main", run_name="__main__", alter_sys=True))
+
+
+def end_with(program: Callable[[], object]) -> NoReturn:
+    """Run a program and end as an interpreter does after it, but leave the modules: their end copies their memory."""
+    status = 0
+    try:
+        program()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        status = 1
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def received(connection: socket.socket) -> bytes:
