@@ -29,6 +29,7 @@ TIMEOUT_S = 500
 NUM_STEPS = 5
 FLAGS = ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--enable_ema", "--running_reward_norm"]
 FLAGS += ["--rollout_batch_size", "16", "--train_batch_size", "32", "--early_forwards", "--difficulty_pool"]
+FLAGS += ["--packing_samples"]
 NOT_NUMBERS = ("time/", "startup/", "throughput/", "memory/")  # they differ between any two runs
 SECONDS = re.compile(r'"score_seconds": [\d.e-]+')
 BUILTIN = "packages/rlhf-cli/src/rlhf_cli/builtin"
@@ -46,6 +47,15 @@ def scratch() -> Iterator[Path]:
             patch.setenv(name, str(folder))
         yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flag that evaluates on a few held-out prompts of the built-in task."""
+    few = tmp_path_factory.mktemp("data") / "held_out.jsonl"
+    lines = (ROOT / BUILTIN / "data/held_out.jsonl").read_text().splitlines(keepends=True)
+    few.write_text("".join(lines[:16]))
+    return ["--eval_data", str(few)]
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +167,12 @@ def check_that_nothing_is_left(scratch: Path, shared_before: set[str]) -> None:
         time.sleep(0.1)
 
 
-def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, forked, tmp_path, request):
+def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, forked, held_out, tmp_path, request):
     shared_before = shared_memory()
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
-    flags = [*FLAGS, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2", "--save_hf_ckpt"]
+    flags = [*FLAGS, *held_out, "--save_path", str(folder), "--save_steps", "1", "--max_ckpt_num", "2"]
+    flags.append("--save_hf_ckpt")
     # SIGKILL in the middle of a step, after a checkpoint.
     run = start(folder, *flags)
     assert signal_when(run, signal.SIGKILL, (checkpoints / "step-2/manifest.json").exists, folder) == -signal.SIGKILL
@@ -169,7 +180,7 @@ def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, forked, tmp_
     assert processes_in(scratch) and list(scratch.glob("ray/session_*"))  # the killed run left them
     # Beside what follows: the same run without an interruption and without checkpoints.
     whole = tmp_path / "whole"
-    uninterrupted = start(whole, *FLAGS, "--save_path", str(whole), words=forked)
+    uninterrupted = start(whole, *FLAGS, *held_out, "--save_path", str(whole), words=forked)
     request.addfinalizer(uninterrupted.kill)
     # The newest checkpoint is torn: the run says so and goes on from the one before.
     newest = max(checkpoints.glob("step-*"))
@@ -187,13 +198,13 @@ def test_killed_run_goes_on_bit_for_bit_and_leaves_nothing(scratch, forked, tmp_
     check_that_nothing_is_left(scratch, shared_before)
 
 
-def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, forked, tmp_path):
+def test_terminated_asynchronous_run_trains_every_prompt_once(scratch, forked, held_out, tmp_path):
     """With groups that wait and groups in flight: none is lost, none trained twice, none older than allowed."""
     shared_before = shared_memory()
     folder = tmp_path / "run"
     max_staleness = 2
     batch_size = 16
-    flags = ["--async_train", "--max_staleness", str(max_staleness), "--at_update", "keep", "--enable_ema"]
+    flags = [*held_out, "--async_train", "--max_staleness", str(max_staleness), "--at_update", "keep", "--enable_ema"]
     flags += ["--old_logprobs", "rollout", "--rollout_batch_size", str(batch_size), "--train_batch_size", "64"]
     flags += ["--train_steps", str(NUM_STEPS), "--eval_steps", "2", "--save_path", str(folder), "--save_steps", "1"]
     run = start(folder, *flags)

@@ -12,8 +12,8 @@ NUM_STEPS = 6
 
 def test_agent_with_three_attempts_learns(rlhf, tmp_path):
     flags = ["--agent_func_path", str(ROOT / "examples/math_retries.py"), "--max_steps", "3", "--agent_max_len", "192"]
-    flags += ["--seed", "1", "--actor_learning_rate", "8e-4", "--train_steps", str(NUM_STEPS), "--eval_steps", "-1"]
-    rlhf("ppo", *flags, "--save_path", "out", folder=tmp_path)
+    flags += ["--packing_samples", "--seed", "1", "--actor_learning_rate", "8e-4", "--train_steps", str(NUM_STEPS)]
+    rlhf("ppo", *flags, "--eval_steps", "-1", "--save_path", "out", folder=tmp_path)
     lines = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert lines[-1]["eval/accuracy_before"] <= 0.40
     assert lines[-1]["eval/accuracy_after"] >= 0.50

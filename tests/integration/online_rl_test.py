@@ -39,6 +39,7 @@ def dapo(rlhf: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("dapo")
     flags = "--preset dapo --dynamic_filtering_max_batches 4 --is_correction_level token --enforce_eager"
     flags += " --actor_learning_rate 9e-4 --train_steps 6 --vllm_speculative ngram --vllm_speculative_tokens 3"
+    flags += " --packing_samples"
     return folder, ppo(rlhf, *flags.split(), "--seed", "1", "--eval_steps", "-1", folder=folder)
 
 
@@ -62,7 +63,7 @@ def test_dapo_learns_the_built_in_task_from_drafted_tokens_with_the_log_probs_of
 def test_fresh_policy_learns_from_the_final_model_as_its_teacher_without_any_reward(dapo, rlhf, tmp_path):
     flags = ["--teacher_model", str(dapo[0] / "out/model"), "--remote_rm_url", "None", "--seed", "1"]
     flags += ["--advantage_estimator", "reinforce", "--init_kl_coef", "0", "--actor_learning_rate", "8e-4"]
-    lines = ppo(rlhf, *flags, "--train_steps", "8", "--eval_steps", "-1", folder=tmp_path)
+    lines = ppo(rlhf, *flags, "--packing_samples", "--train_steps", "8", "--eval_steps", "-1", folder=tmp_path)
     right: dict[int, list[bool]] = {}
     for record in read_jsonl(tmp_path / "out/eval_rollouts.jsonl"):
         right.setdefault(record["step"], []).append(record["text"].rpartition("####")[2].strip() == record["label"])
