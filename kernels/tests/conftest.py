@@ -5,6 +5,7 @@ process of their own, which is their file again.
 """
 
 import functools
+import gc
 import math
 import os
 import subprocess
@@ -42,6 +43,13 @@ def interpret(interpreted):
         assert passed[path.name] == num_cases, output
 
     return expect
+
+
+def pytest_collection_finish():
+    """Keep what is imported from Python's garbage collector, which the interpreter's many objects would start often."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        gc.freeze()
+        gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True)
