@@ -30,8 +30,8 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     """The command as it ended, its folder, and its seconds."""
     folder = tmp_path_factory.mktemp("main")
     started = time.monotonic()
-    flags = ["--seed", "1", "--train_steps", "14", "--eval_steps", "7", "--best_metric_key", "eval/accuracy"]
-    flags += ["--save_steps", "12"]
+    flags = ["--seed", "1", "--train_steps", "12", "--eval_steps", "6", "--best_metric_key", "eval/accuracy"]
+    flags += ["--save_steps", "10"]
     done = rlhf("ppo", *flags, "--save_path", "out", folder=folder)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -46,7 +46,7 @@ def test_main_job_learns(main_job):
 
 def test_main_job_shows_steps_evaluations_samples_and_where_everything_lies(main_job):
     shown, out = main_job[0].stdout + main_job[0].stderr, main_job[1]
-    assert "14/14" in shown
+    assert "12/12" in shown
     assert shown.count("held-out accuracy") >= 4
     assert "Held-out samples before training" in shown
     assert "Held-out samples after training" in shown
@@ -57,7 +57,7 @@ def test_main_job_shows_steps_evaluations_samples_and_where_everything_lies(main
 
 def test_main_job_logs_every_phase_and_loses_no_rollout(main_job):
     steps = [line for line in read_jsonl(main_job[1] / "metrics.jsonl") if "time/step" in line]
-    assert [line["step"] for line in steps] == list(range(1, 15))
+    assert [line["step"] for line in steps] == list(range(1, 13))
     for line in steps:
         assert line["samples/generated"] == line["samples/trained"] == 128
         for phase in ("generate", "reward", "experience", "train", "sync"):
@@ -74,7 +74,7 @@ def test_main_job_every_second_belongs_to_a_phase_of_a_step_or_to_a_part_of_the_
         assert sum(phases.values()) == pytest.approx(line["time/step"], abs=1e-3)
         assert min(phases.values()) > -1e-6
     assert statistics.median(line["time/other"] / line["time/step"] for line in steps) < 0.1
-    assert [line["step"] for line in steps if "time/evaluate" in line] == [7, 14]
+    assert [line["step"] for line in steps if "time/evaluate" in line] == [6, 12]
     assert [line["step"] for line in steps if "time/save" in line]  # the best model
     assert not [line for line in lines if "eval/accuracy" in line and "time/evaluate" in line]
     final = lines[-1]
@@ -89,7 +89,7 @@ def test_main_job_every_second_belongs_to_a_phase_of_a_step_or_to_a_part_of_the_
 
 def test_main_job_rollouts_are_records_with_tokens_logprobs_reward_and_version(main_job):
     records = read_jsonl(main_job[1] / "rollouts.jsonl")
-    assert len(records) == 14 * 128
+    assert len(records) == 12 * 128
     for record in records[:: len(records) // 20]:
         assert record["verdict"] in ("ok", "wrong", "unparsable")
         assert len(record["token_ids"]) == len(record["logprobs"])
@@ -120,13 +120,13 @@ def without_vllm(tmp_path: Path) -> dict[str, str]:
 def test_repeated_step_has_the_same_metrics_and_changes_nothing_in_the_run(main_job, tmp_path, without_vllm):
     run = main_job[1]
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
-    done = rlhf("replay", str(run), "--step", "14", folder=tmp_path, **without_vllm)
+    done = rlhf("replay", str(run), "--step", "12", folder=tmp_path, **without_vllm)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert f"the run continues from {run}/checkpoints/step-12" in done.stderr
+    assert f"the run continues from {run}/checkpoints/step-10" in done.stderr
     *rows, last = done.stdout.splitlines()
     found = {row.split()[0]: row.split()[1:] for row in rows[1:]}
-    assert last == f"step 14: {len(found)} of {len(found)} metrics agree within 0"
-    recorded = next(line for line in read_jsonl(run / "metrics.jsonl") if line["step"] == 14 and "time/step" in line)
+    assert last == f"step 12: {len(found)} of {len(found)} metrics agree within 0"
+    recorded = next(line for line in read_jsonl(run / "metrics.jsonl") if line["step"] == 12 and "time/step" in line)
     for name in ("policy/loss", "policy/grad_norm", "value/loss", "kl/reference", "policy/clip_fraction"):
         assert found[name] == [repr(recorded[name])] * 2 + ["0.0"]
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")} == before
