@@ -39,9 +39,9 @@ FLAGS = {
     "flags": MORE_FLAGS,
 }
 _ANSWERS = "--input_key question --label_key answer --apply_chat_template --remote_rm_url math --prompt_max_len 300"
-_GRPO = "--advantage_estimator group_norm --n_samples_per_prompt 8 --init_kl_coef 0 --old_logprobs skip"
+_GRPO = "--advantage_estimator group_norm --n_samples_per_prompt 8 --init_kl_coef 0 --old_logprobs skip --share_prompts"
 _PPO = "--advantage_estimator gae --init_kl_coef 0.01 --prompt_max_len 512 --generate_max_len 128"
-_PACKED = "--packing_samples --micro_batch_tokens 16384 --actor_learning_rate 1e-6 --disable_ds_ckpt"
+_PACKED = "--packing_samples --micro_batch_tokens 65536 --actor_learning_rate 1e-6 --disable_ds_ckpt"
 
 
 def measure(options: Namespace, folder: Path) -> Iterator[dict[str, Any]]:
