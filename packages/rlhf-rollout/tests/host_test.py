@@ -39,7 +39,7 @@ def test_what_is_made_while_collection_is_paused_is_old_afterwards():
     gc.collect()
     with collection_paused():
         assert not gc.isenabled()
-        kept = [[] for _ in range(9000)]
+        kept = [[] for _ in range(110_000)]
     assert gc.isenabled() and gc.get_freeze_count() == 0
     old = set(map(id, gc.get_objects(generation=2)))
     assert old.issuperset(map(id, kept))

@@ -97,7 +97,7 @@ def collection_paused() -> Iterator[None]:
     """Pause Python's garbage collector for the time of a `with` block that imports large libraries.
 
     Otherwise the collector examines all imported objects again and again: about a tenth of the time of an import. It
-    takes them for old ones afterwards.
+    takes them for old ones afterwards, if they are many.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -105,10 +105,11 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            is_frozen = gc.get_freeze_count() > 0
-            gc.freeze()
-            if not is_frozen:
-                gc.unfreeze()  # into the oldest generation
+            if gc.get_count()[0] > 10 * _OBJECTS_PER_COLLECTION:
+                is_frozen = gc.get_freeze_count() > 0
+                gc.freeze()
+                if not is_frozen:
+                    gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
