@@ -332,6 +332,27 @@ def test_suggestion_uses_all_gpus_and_is_a_plan_that_fits(capsys):
     assert "prompt 1024 + response 4096 = at most 5120" in again
 
 
+@pytest.mark.parametrize(
+    ("name", "samples", "more", "expected"),
+    [
+        ("qwen2.5-0.5b", 8, "", "--micro_batch_tokens 65536 --share_prompts"),
+        ("qwen2.5-1.5b", 8, "", "--micro_batch_tokens 32768 --share_prompts"),
+        ("qwen2.5-0.5b", 1, "", "--micro_batch_tokens 65536"),
+        ("qwen2.5-0.5b", 8, "--attn_implementation sdpa", "--micro_batch_tokens 65536"),  # it cannot share prompts
+        ("qwen2.5-0.5b", 8, "--packing_samples --share_prompts", "--micro_batch_tokens 65536"),
+        ("qwen2.5-0.5b", 8, "--packing_samples --micro_batch_tokens 16384", ""),
+        ("qwen2.5-0.5b", 8, "--micro_train_batch_size 4", ""),
+        ("qwen2.5-0.5b", 8, "--packing_samples false", ""),
+    ],
+)
+def test_suggestion_has_passes_with_which_a_step_is_short(name, samples, more, expected, capsys):
+    start = f"--advantage_estimator reinforce --n_samples_per_prompt {samples} --rollout_batch_size {1024 // samples}"
+    sizes = "--train_batch_size 1024 --generate_max_len 1024 --gpus 1 --gpu_memory_gb 141"
+    status, out, _ = run(capsys, "--suggest", "--pretrain", name, *f"{start} {sizes} {more}".split())
+    assert (status, out.splitlines()[-1]) == (0, "the run fits")
+    assert out.splitlines()[1].partition("--vllm_num_engines 1")[2].strip() == expected
+
+
 def test_cpus_have_a_plan_without_an_estimate(capsys):
     status, out, _ = run(capsys, "--gpus", "0", "--gpu_memory_gb", "80")
     assert status == 0

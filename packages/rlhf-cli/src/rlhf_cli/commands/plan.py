@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rlhf_cli.commands.ppo import COMMAND_LINE as PPO
 from rlhf_cli.config.paths import user_path
 from rlhf_cli.console.exits import SUCCESS, exit_status
-from rlhf_cli.preflight.plan_changes import Planned, adapters, changes
+from rlhf_cli.preflight.plan_changes import Planned, adapters, changes, passes
 from rlhf_data.errors import ConfigError
 from rlhf_data.options.command_line import CommandLine
 from rlhf_data.options.declare import Config, Section, flag, options
@@ -46,7 +46,10 @@ class PlanSection(Section, title="plan"):
     mean_response_tokens: float | None = flag(
         None, "tokens of a response on average, for seconds and expected memory; None: all as long as they may be", gt=0
     )
-    suggest: bool = flag(False, "propose flags with which the model fits and all GPUs are used; needs both others")
+    suggest: bool = flag(
+        False,
+        "propose flags with which the model fits, all GPUs are used, and passes are large enough; needs both others",
+    )
 
 
 class PlanConfig(Config):
@@ -154,7 +157,7 @@ class Planner:
         return Planned(config, job, run_memory(job, self.gpu_bytes) if plan.num_gpus else None)
 
     def suggested(self, words: Sequence[str]) -> list[str]:
-        """Return flags with those added that use all GPUs, and those that then make the run fit.
+        """Return flags with those added that use all GPUs, those that then make the run fit, and sizes of passes.
 
         Raises ConfigError unless the GPUs and their memory are given.
         """
@@ -175,8 +178,16 @@ class Planner:
         first = [*words, *(word for pair in own.items() for word in pair)]
         more, said = self.fitting(first) if self(first).lacks(self.gpu_bytes) else ([], "")
         added = [word for pair in own.items() if pair[0] not in more for word in pair] + more
+        if not said:
+            added += passes([*words, *added], self, self.gpu_bytes, self._seconds)
         print(f"suggested flags\n  {' '.join(added)}\n{said}")
         return [*words, *added]
+
+    def _seconds(self, planned: Planned) -> float:
+        """Return the estimate of a step."""
+        from rlhf_cli.preflight.seconds import RATES, step_seconds
+
+        return step_seconds(planned.job, RATES[self._section.gpu_kind], self._section.mean_response_tokens)["step"]
 
     def fitting(self, words: Sequence[str]) -> tuple[list[str], str]:
         """Return flags that make a run fit, and what they cost beside time; neither if none do."""

@@ -1,9 +1,11 @@
 """Which flags make a run fit on its GPUs: the fewest of a list that is tried from cheap to dear."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlhf_cli.preflight.models import check_attention
 from rlhf_data.errors import ConfigError
 from rlhf_train.memory import SPARE
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from rlhf_train.run_memory import CardMemory, RunMemory
 
 _RANK = "64"  # of adapters
+_MICRO_SIZES = ("--micro_train_batch_size", "--micro_rollout_batch_size")
+_PASS_TOKENS = ("16384", "32768", "65536")
+_SIMILAR = 1.03  # times the least seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,36 @@ def adapters(words: Sequence[str], plan: Callable[[Sequence[str]], Planned], gpu
         return None
     more = [] if is_enough else changes([*words, *added], plan, gpu_bytes)
     return [*added, *more] if added and more is not None else None
+
+
+def passes(
+    words: Sequence[str], plan: Callable[[Sequence[str]], Planned], gpu_bytes: int, seconds: Callable[[Planned], float]
+) -> list[str]:
+    """Return flags of training passes with which a step takes less time; none if `words` choose the size of passes.
+
+    Small models need large passes. Of passes that differ little, the smallest are taken: they need the least memory.
+
+    Args:
+        words, plan, gpu_bytes: see `changes`.
+        seconds: returns what a step takes.
+    """
+    from rlhf_models.loading import load_config
+
+    names = {word.partition("=")[0] for word in words}
+    now = plan(words)
+    if names & {"--micro_batch_tokens", *_MICRO_SIZES} or not now.job.models["actor"].packing:
+        return []
+    shared = ["--share_prompts"] if now.job.batch.n_samples_per_prompt > 1 and "--share_prompts" not in names else []
+    found: list[tuple[float, list[str]]] = [(seconds(now), [])]
+    for size in _PASS_TOKENS:
+        for more in [["--micro_batch_tokens", size], ["--micro_batch_tokens", size, *shared]][: 1 + len(shared)]:
+            with suppress(ConfigError):  # as where a sample is longer, or the model's attention cannot share prompts
+                planned = plan([*words, *more])
+                check_attention(planned.config.model, load_config(planned.job.models["actor"].path))
+                if not planned.lacks(gpu_bytes):
+                    found.append((seconds(planned), more))
+    least = min(found)[0]
+    return next(flags for taken, flags in found if taken <= _SIMILAR * least)
 
 
 def _list(job: "OnlineJob") -> Iterator[list[str]]:
