@@ -17,6 +17,7 @@ OK, WRONG, TIMEOUT = VerdictKind.OK, VerdictKind.WRONG, VerdictKind.TIMEOUT
 
 def matches(expression, response, prompt="q"):
     result = format_reward(expression)([prompt + response], [prompt], [""], responses=[response])
+    assert format_reward(expression)([prompt + response], [prompt], [""]) == result  # called as users' functions are
     assert result["verdicts"] == [{1.0: "ok", 0.0: "wrong"}[result["rewards"][0]]]
     return result["rewards"][0] == 1.0
 

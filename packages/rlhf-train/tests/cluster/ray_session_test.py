@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,11 +64,29 @@ def left_behind(tmp_path):
     return write
 
 
+@contextmanager
+def server_that_says(words, host="127.0.0.1"):
+    """Yield the port of a server that answers the first connection with these words; with None, it says nothing."""
+    with socket.create_server((host, 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with suppress(OSError), connection:
+                connection.sendall(words or b"")
+                while connection.recv(64) and words is None:
+                    pass
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+SETTINGS = bytes.fromhex("00000c 04 00 00000000")  # the header of a frame of 12 bytes of settings
+
+
 def test_cluster_that_ray_start_left_is_found_while_it_answers(left_behind):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        left_behind(address)
-        assert find_cluster() == address
+    with server_that_says(SETTINGS) as port:
+        left_behind(f"127.0.0.1:{port}")
+        assert find_cluster() == f"127.0.0.1:{port}"
     assert find_cluster() is None
 
 
@@ -107,8 +127,18 @@ def test_cluster_where_nothing_listens_is_refused_before_ray_waits_for_it(monkey
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: {f"127.0.0.1:{port}"})
-    with pytest.raises(ConfigError, match=rf"(?s)nothing answers at .*:{port} .*hint: .*RAY_ADDRESS=local"):
+    with pytest.raises(ConfigError, match=rf"(?s)no cluster answers at .*:{port} .*hint: .*RAY_ADDRESS=local"):
         join(named.format(port))
+
+
+@pytest.mark.parametrize("words", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", SETTINGS])
+def test_server_that_is_no_cluster_is_refused_before_ray_waits_for_it(monkeypatch, words):
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray tries for minutes"))
+    monkeypatch.setattr(ray_session, "_JOIN_TIMEOUT_S", 0.2)
+    with server_that_says(words, "0.0.0.0") as port:
+        expected = "Ray tries for minutes" if words == SETTINGS else rf"no cluster answers at .*:{port} "
+        with pytest.raises((ConfigError, pytest.fail.Exception), match=expected):
+            join(f"127.0.0.1:{port}")
 
 
 def fake_init(monkeypatch, *failures):

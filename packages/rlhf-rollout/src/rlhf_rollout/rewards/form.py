@@ -63,8 +63,10 @@ def format_reward(expression: str) -> Callable[..., dict[str, Any]]:
         raise ConfigError("format: has no expression", hint=f"give one, or one of {names}")
 
     def reward_func(
-        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, responses: Sequence[str]
+        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], *, responses: Sequence[str] | None = None
     ) -> dict[str, Any]:
+        if responses is None:
+            responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
         matched = []
         for prompt, response in zip(prompts, responses, strict=True):
             is_open = expression in PRESETS and prompt.rstrip().endswith(_OPENING)

@@ -37,6 +37,10 @@ from rlhf_train.cluster.session_folders import LOCK, children, kill, locked, own
 START_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 2.0
 _JOIN_TIMEOUT_S = 10.0
+# How a client greets (RFC 9113, 3.4): a fixed text and an empty frame of settings, whose header is length, type, flags
+# and stream. The server's first frame has the same type.
+_HTTP2_SETTINGS = b"\x04"
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)
 _DEATH_S = 5.0  # within which Ray notices that a process has died
 _OPTIONS: Mapping[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"  # as long as any
@@ -316,19 +320,24 @@ def _is_installed() -> bool:
 
 
 def _check_answer(address: str) -> None:
-    """Raise ConnectionError if nothing listens at `address`: Ray would try for minutes.
+    """Raise ConnectionError if no cluster answers at `address`: Ray would try for minutes.
 
     "auto" may lead to a cluster that a run started for itself. It listens on the loopback address only, while Ray tries
     another one of this machine.
     """
     if not _answers(address, _JOIN_TIMEOUT_S):
-        raise ConnectionError(f"nothing answers at {address} (a cluster that a run starts for itself is not to join)")
+        raise ConnectionError(f"no cluster answers at {address} (nobody joins one that a run starts for itself)")
 
 
 def _answers(address: str, timeout_s: float) -> bool:
+    """Return whether a server speaks HTTP/2 there, as a cluster's does: Ray would wait for any other for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
-            return True
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return True
+            connection.sendall(_HTTP2_GREETING)
+            with connection.makefile("rb") as answer:
+                return answer.read(4)[3:] == _HTTP2_SETTINGS
     except (OSError, ValueError):
         return False
