@@ -127,10 +127,9 @@ def passes(
     now = plan(words)
     if names & {"--micro_batch_tokens", *_MICRO_SIZES} or not now.job.models["actor"].packing:
         return []
-    shared = ["--share_prompts"] if now.job.batch.n_samples_per_prompt > 1 and "--share_prompts" not in names else []
     found: list[tuple[float, list[str]]] = [(seconds(now), [])]
     for size in _PASS_TOKENS:
-        for more in [["--micro_batch_tokens", size], ["--micro_batch_tokens", size, *shared]][: 1 + len(shared)]:
+        for more in (["--micro_batch_tokens", size], ["--micro_batch_tokens", size, "--share_prompts"]):
             with suppress(ConfigError):  # as where a sample is longer, or the model's attention cannot share prompts
                 planned = plan([*words, *more])
                 check_attention(planned.config.model, load_config(planned.job.models["actor"].path))
