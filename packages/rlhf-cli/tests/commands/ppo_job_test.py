@@ -324,7 +324,8 @@ TOKENS = ("tokens", "prompt 64 + response 32 = at most 96")
             ],
         ),
         (
-            "--actor_num_gpus_per_node 2 --micro_train_batch_size 5 --overlong_buffer_len 0",
+            "--actor_num_gpus_per_node 2 --micro_train_batch_size 5 --overlong_buffer_len 0 --agent_func_path agent.py"
+            " --agent_max_len 200",
             (64, 0),
             [
                 STEP,
@@ -332,7 +333,7 @@ TOKENS = ("tokens", "prompt 64 + response 32 = at most 96")
                 ("update", "64 samples / 2 process(es) = 32 each, in 7 pass(es) of at most 5"),  # 32 / 5 = 6.4
                 OLD,
                 ("run", "2 steps x 2 = 4 updates; 64 prompts drawn from 64, 1.00 passes"),
-                TOKENS,
+                ("tokens", "prompt 64, each answer 32, a conversation at most 200"),
             ],
         ),
     ],

@@ -222,6 +222,10 @@ def describe_batches(
     divides_tokens = config.model.sequence_parallel_size > 1
     together = max(config.model.sequence_parallel_size, config.model.ds_tensor_parallel_size)
     per_rank = math.ceil(batch.train_batch_size / (ranks // together))
+    longest, _ = config.agent.max_len(prompt_limit, limit)
+    tokens = f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}"
+    if longest != prompt_limit + limit:  # by --agent_max_len
+        tokens = f"prompt {prompt_limit}, each answer {limit}, a conversation at most {longest}"
     processes = f"{ranks} process(es)"
     if together > 1:
         divided = "every sequence" if divides_tokens else "the weights"
@@ -236,7 +240,7 @@ def describe_batches(
         "update": f"{batch.train_batch_size} samples / {processes} = {per_rank} each, in {passes}",
         "old log-probs": _OLD_LOGPROBS[config.objective.old_logprobs],
         "run": _describe_run(config, num_prompts),
-        "tokens": f"prompt {prompt_limit} + response {limit} = at most {prompt_limit + limit}",
+        "tokens": tokens,
     }
     if config.asynchrony.async_train and (steps := config.asynchrony.max_staleness):
         most = (steps + 1) * size
