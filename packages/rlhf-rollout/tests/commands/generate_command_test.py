@@ -265,7 +265,9 @@ def test_resumed_run_writes_the_date_of_the_run_that_began_into_its_prompts(prom
     out.write_text("".join(f"{line}\n" for line in lines[:2]))
     capsys.readouterr()
     assert main([*words, "--resume"]) == 0
-    assert "2 of 6 prompts are already done" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "2 of 6 prompts are already done" in told
+    assert "the figures leave out the 2 prompts that were done before" in told
     records = read_jsonl(out)
     assert len(records) == 6
     assert len({record["template_clock"] for record in records}) == 1

@@ -279,6 +279,8 @@ async def _write_rollouts(task: _Task, calls: CallOptions) -> int:
                 rewards += [verdict.reward for verdict in verdicts if verdict.reward is not None]
             TERMINAL.progress.show("generating", done=counts.num_groups + counts.num_failed_groups, total=num_wanted)
     TERMINAL.say(_summary(counts, rewards, time.monotonic() - started, output.rollouts_path))
+    if task.done:
+        TERMINAL.say(f"the figures leave out the {len(task.done)} prompts that were done before")
     if num_cut:
         limit = f"--generate_max_len {task.sampling.max_tokens}" if task.agent is None else "a limit of the episode"
         TERMINAL.say(f"{num_cut} of {counts.num_generated} rollouts were cut by {limit}")
