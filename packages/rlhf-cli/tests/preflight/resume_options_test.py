@@ -330,7 +330,11 @@ def test_folder_of_a_run_may_be_used_only_to_continue_it(tmp_path):
     run = written(tmp_path / "run")
     check_output_folder(run, holds_run=True)
     with pytest.raises(ConfigError, match=f"is not an empty folder\n\nhint: name a new one, or add --resume {run}$"):
-        check_output_folder(run)
+        check_run_folders(parse().config.checkpoint, run)
+    (run / "model").mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    with pytest.raises(ConfigError, match=r"\n\nhint: name a new one$"):
+        check_run_folders(parse().config.checkpoint, run)  # it has ended without a checkpoint
     with pytest.raises(ConfigError, match=r"\n\nhint: name a new one$"):
         check_output_folder(run, "--output_path")  # of another command, which does not continue runs
     (tmp_path / "other").mkdir()

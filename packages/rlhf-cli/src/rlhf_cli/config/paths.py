@@ -235,10 +235,12 @@ def output_folder(text: str | None, command: str) -> Path:
     return next(folder for folder in folders if not folder.exists())  # another run may have begun in the same second
 
 
-def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: bool = False) -> None:
+def check_output_folder(
+    folder: Path, flag: str = "--save_path", *, holds_run: bool = False, hint: str = "name a new one"
+) -> None:
     """Raise ConfigError unless `folder` is new or empty (a log file and inputs may be in it) and can be written to.
 
-    With `holds_run`, it may also be the folder of a run.
+    With `holds_run`, it may also be the folder of a run. `hint` says what to do about a used one.
     """
     try:
         unused = {LOG_FILE, INPUTS_FOLDER}
@@ -246,8 +248,6 @@ def check_output_folder(folder: Path, flag: str = "--save_path", *, holds_run: b
     except OSError as error:
         raise _unwritable(folder, flag, error) from None
     if is_used and not (holds_run and (folder / CONFIG_FILE).is_file()):
-        is_run = flag == "--save_path" and (folder / CONFIG_FILE).is_file()
-        hint = f"name a new one, or add --resume {folder}" if is_run else "name a new one"
         raise ConfigError(f"{flag} {folder} is not an empty folder", hint=hint)
     check_writable(folder, flag)
 

@@ -63,7 +63,10 @@ def check_run_folders(section: CheckpointSection, folder: Path) -> None:
 
     The checkpoints of another run would count as its own: as the newest to continue from, or as those to remove.
     """
-    check_output_folder(folder, holds_run=section.continues)
+    is_over = _has_results(folder) and not has_checkpoint(section, folder)  # --resume would be refused
+    can_continue = (folder / CONFIG_FILE).is_file() and not is_over
+    hint = f"name a new one, or add --resume {folder}" if can_continue else "name a new one"
+    check_output_folder(folder, holds_run=section.continues, hint=hint)
     if section.continues:
         _check_kind(_home(section, folder))
     if section.ckpt_path is None:
