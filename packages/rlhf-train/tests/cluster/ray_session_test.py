@@ -134,7 +134,7 @@ def test_cluster_where_nothing_listens_is_refused_before_ray_waits_for_it(monkey
 @pytest.mark.parametrize("words", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", SETTINGS])
 def test_server_that_is_no_cluster_is_refused_before_ray_waits_for_it(monkeypatch, words):
     monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray tries for minutes"))
-    monkeypatch.setattr(ray_session, "_JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_session, "_ANSWER_TIMEOUT_S", 0.2)
     with server_that_says(words, "0.0.0.0") as port:
         expected = "Ray tries for minutes" if words == SETTINGS else rf"no cluster answers at .*:{port} "
         with pytest.raises((ConfigError, pytest.fail.Exception), match=expected):

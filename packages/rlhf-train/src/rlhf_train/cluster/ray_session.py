@@ -35,8 +35,7 @@ from rlhf_rollout.ray_internals import (
 from rlhf_train.cluster.session_folders import LOCK, children, kill, locked, own_sessions, sessions_home, sweep
 
 START_ATTEMPTS = 3
-_ANSWER_TIMEOUT_S = 2.0
-_JOIN_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0  # a cluster on a busy machine takes its time
 # How a client greets (RFC 9113, 3.4): a fixed text and an empty frame of settings, whose header is length, type, flags
 # and stream. The server's first frame has the same type.
 _HTTP2_SETTINGS = b"\x04"
@@ -146,7 +145,7 @@ def find_cluster() -> str | None:
     if named:
         return None if named == "local" else named
     left = last_cluster()
-    return left if left and _answers(left, _ANSWER_TIMEOUT_S) else None
+    return left if left and _answers(left) else None
 
 
 def join(address: str) -> list[dict[str, float]]:
@@ -325,15 +324,15 @@ def _check_answer(address: str) -> None:
     "auto" may lead to a cluster that a run started for itself. It listens on the loopback address only, while Ray tries
     another one of this machine.
     """
-    if not _answers(address, _JOIN_TIMEOUT_S):
+    if not _answers(address):
         raise ConnectionError(f"no cluster answers at {address} (nobody joins one that a run starts for itself)")
 
 
-def _answers(address: str, timeout_s: float) -> bool:
+def _answers(address: str) -> bool:
     """Return whether a server speaks HTTP/2 there, as a cluster's does: Ray would wait for any other for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return True
             connection.sendall(_HTTP2_GREETING)
