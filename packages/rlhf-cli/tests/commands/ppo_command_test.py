@@ -166,5 +166,5 @@ def test_model_folder_without_weights_is_refused(folder, capsys, flag):
 def test_cluster_that_does_not_answer_is_named(folder, capsys, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     message, hint = refused(capsys, flags())
-    assert "the Ray cluster at 127.0.0.1:1 cannot be joined: nothing answers" in message
+    assert "the Ray cluster at 127.0.0.1:1 cannot be joined: no cluster answers" in message
     assert "RAY_ADDRESS=local" in hint
