@@ -185,16 +185,18 @@ def start_engines(
 
 
 def run_round(
-    engines: Sequence[EngineProcess], work: Work, timeout_s: float, *, profile: bool = False
+    engines: Sequence[EngineProcess], work: Work, timeout_s: float, *, profiled_steps: int = 0
 ) -> dict[str, Any]:
     """Let engines generate shares of the work at the same time; return seconds, tokens and the first's figures.
+
+    If the round takes about `profiled_steps` steps, its figures have the time of kernels in the middle of them.
 
     Raises:
         EngineError: an engine failed or took longer than `timeout_s`.
     """
     for number, engine in enumerate(engines):
         share = {name: part[number :: len(engines)] for name, part in work._asdict().items()}
-        engine.send(share | {"profile": profile})
+        engine.send(share | {"profiled_steps": profiled_steps})
     for engine in engines:
         engine.receive(timeout_s)
     start = time.perf_counter()
@@ -266,7 +268,8 @@ def measure_variant(
             last = run_round(sharing, draw(), options.timeout_s)
             figures |= {"logprob_gap": logprob_gap(Path(options.model), last["answers"])}
         elif number == 1:
-            figures |= {"profile": run_round(sharing, draw(), options.timeout_s, profile=True)["profile"]}
+            last = run_round(sharing, draw(), options.timeout_s, profiled_steps=figures["steps"])
+            figures |= {"profile": last["profile"]}
         yield number, figures
 
 

@@ -127,12 +127,12 @@ async def _generate(
     prompts: Sequence[np.ndarray],
     lengths: np.ndarray,
     *,
-    profile: bool,
+    profiled_steps: int,
 ) -> dict[str, Any]:
     ended = threading.Event()
     looking = None
-    if profile:
-        looking = asyncio.ensure_future(asyncio.to_thread(watch.kernels, ended, sampling.max_tokens))
+    if profiled_steps:
+        looking = asyncio.ensure_future(asyncio.to_thread(watch.kernels, ended, profiled_steps))
     calls = []
     for prompt, of_prompt in zip(prompts, lengths.tolist(), strict=True):
         if len(set(of_prompt)) == 1:
