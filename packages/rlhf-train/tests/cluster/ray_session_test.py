@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -107,10 +108,7 @@ def test_named_cluster_comes_before_one_that_was_left(monkeypatch, left_behind, 
 
 @pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError, RayError, AuthenticationError])
 def test_cluster_that_cannot_be_joined_is_named_with_what_to_type(monkeypatch, kind):
-    def init(**options):
-        raise kind("no route")
-
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=kind("no route")))
     monkeypatch.setattr(ray_session, "_answers", lambda *_: True)
     with pytest.raises(ConfigError) as caught:
         join("head:1")
@@ -233,8 +231,7 @@ def test_start_leaves_out_what_a_run_does_not_use_and_its_servers_outlive_a_sign
 @pytest.mark.parametrize("place", list(NAMES))
 def test_ray_that_lacks_a_name_is_refused_before_it_starts(place, monkeypatch):
     module, _, kind = place.partition(":")
-    name = kind or NAMES[place][0]
-    monkeypatch.delattr(import_module(module), name)
+    monkeypatch.delattr(import_module(module), name := kind or NAMES[place][0])
     message = rf"^Ray [\d.]+ is untested, and has no {module}\.{name}\n(.|\n)*hint: install ray==2.60.0"
     with pytest.raises(EngineError, match=message):
         ray_session._prepare_environment()
@@ -242,16 +239,11 @@ def test_ray_that_lacks_a_name_is_refused_before_it_starts(place, monkeypatch):
 
 def test_start_that_never_succeeds_is_explained(monkeypatch):
     calls, processes = fake_init(monkeypatch, *[TIMED_OUT] * START_ATTEMPTS)
-    with (
-        pytest.raises(
-            EngineError, match=r"(?s)in 3 attempts \(load average .*timed out during startup.*hint: .*ray start"
-        ),
-        started_cluster(2, 0),
-    ):
+    message = r"(?s)in 3 attempts \(load average .*timed out during startup.*hint: .*ray start"
+    with pytest.raises(EngineError, match=message), started_cluster(2, 0):
         pytest.fail("it did not start")
     assert len(calls) == START_ATTEMPTS
-    for process in processes:
-        process.wait(timeout=60)
+    assert [process.wait(timeout=60) for process in processes] == [-9] * START_ATTEMPTS
 
 
 @pytest.mark.parametrize("error", [TypeError("no such argument"), ValueError("num_cpus"), Interrupted(15)])
@@ -369,25 +361,15 @@ def test_cluster_that_is_too_small_is_refused_with_the_numbers(monkeypatch):
         check_resources(1, 0)
 
 
-@pytest.mark.parametrize(
-    ("runtime_env", "expected"),
-    [
-        (None, {"env_vars": {"PYTHONPATH": "/a:/b"}}),
-        ({"working_dir": "/openrlhf"}, {"env_vars": {"PYTHONPATH": "/a:/b"}}),
-        ({"env_vars": {"NCCL_DEBUG": "INFO"}}, {"env_vars": {"PYTHONPATH": "/a:/b"}}),
-        ({"env_vars": {"PYTHONPATH": "/job"}}, {}),
-    ],
-)
-def test_workers_of_a_joined_cluster_get_the_import_path_of_a_checkout(monkeypatch, runtime_env, expected):
-    monkeypatch.setattr(ray_session, "_is_installed", lambda: False)
-    submitted = None if runtime_env is None else json.dumps({"runtime_env": runtime_env, "metadata": {}})
-    assert worker_environment({"PYTHONPATH": "/a:/b"}, submitted) == expected
-    assert worker_environment({}, submitted) == {}
-
-
-def test_workers_of_a_joined_cluster_import_installed_packages_as_they_are(monkeypatch):
-    monkeypatch.setattr(ray_session, "_is_installed", lambda: True)
-    assert worker_environment({"PYTHONPATH": "/a"}, None) == {}
+@pytest.mark.parametrize("job", [None, {"working_dir": "/openrlhf"}, {"env_vars": {"NCCL_DEBUG": "INFO"}}, "own path"])
+def test_workers_of_a_joined_cluster_get_the_import_path_of_a_checkout(monkeypatch, job):
+    runtime_env = {"env_vars": {"PYTHONPATH": "/job"}} if job == "own path" else job
+    submitted = None if job is None else json.dumps({"runtime_env": runtime_env, "metadata": {}})
+    for is_installed, path in ((False, "/a:/b"), (False, None), (True, "/a:/b")):
+        monkeypatch.setattr(ray_session, "_is_installed", lambda answer=is_installed: answer)
+        gets_it = path is not None and not is_installed and job != "own path"
+        expected = {"env_vars": {"PYTHONPATH": path}} if gets_it else {}
+        assert worker_environment({"PYTHONPATH": path} if path else {}, submitted) == expected
 
 
 class Calls:
