@@ -68,7 +68,9 @@ def rehearse(worker, models, tokens, size):
         micro_rollout_batch_size=size, micro_batch_tokens=tokens,
     )  # fmt: skip
     engine, sampling = SimpleNamespace(max_model_len=330), SimpleNamespace(max_tokens=200)
-    job = SimpleNamespace(models=models, algorithm=PPO, batch=batch, engine=engine, sampling=sampling)
+    job = SimpleNamespace(
+        models=models, column_roles=ROLES, algorithm=PPO, batch=batch, engine=engine, sampling=sampling
+    )
     with without_trace(worker):
         run_passes(worker, ROLES, job)
     worker.compiled_in_rehearsal = torch._dynamo.utils.counters["stats"]["unique_graphs"]
