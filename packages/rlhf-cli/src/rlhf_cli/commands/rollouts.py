@@ -92,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    is_named = bool(argv) and not argv[0].startswith("-")
-    parsed = COMMAND_LINE.parse(["--run", *argv] if is_named else argv)
+    parsed = COMMAND_LINE.parse_naming("--run", argv)
     section = parsed.config.rollouts
     show_parsed(parsed)
     if parsed.dry_run:

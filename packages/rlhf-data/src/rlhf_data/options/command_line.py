@@ -96,6 +96,11 @@ class CommandLine(Generic[AnyConfig]):
                 raise
             raise type(error)(str(error), hint=f"`{self.prog} --help` says what each flag does") from None
 
+    def parse_naming(self, flag: str, argv: Sequence[str]) -> Parsed[AnyConfig]:
+        """Do as `parse`; a first word that is no flag is the value of `flag`."""
+        is_named = bool(argv) and not argv[0].startswith("-")
+        return self.parse([flag, *argv] if is_named else argv)
+
     def _parse(self, argv: Sequence[str]) -> Parsed[AnyConfig]:
         known = {option.name: option for option in options(self.config)}
         words = read_flags(self.parser(), argv, self.foreign)
