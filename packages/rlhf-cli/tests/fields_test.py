@@ -14,7 +14,8 @@ import rlhf_rollout
 import rlhf_train
 from rlhf_cli.main import COMMANDS, command_line, main
 from rlhf_data.options.declare import options
-from rlhf_data.options.exits import FLAGS_OF_FIELDS, with_flags
+from rlhf_data.options.exits import with_flags
+from rlhf_data.options.flag_names import FLAGS_OF_FIELDS
 from rlhf_kernels import PolicyObjective
 
 # By library, the modules of its own commands, which may name flags.

@@ -8,81 +8,15 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from rlhf_data.errors import ConfigError, DataError, RlhfError, unknown
+from rlhf_data.options.flag_names import FLAGS_OF_FIELDS
 from rlhf_data.safety import visible
 
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
 _SIGNALLED = 128  # plus the number of a signal: the exit status of a process that the signal ended
 
 _FIELD = re.compile(r"``([A-Za-z][\w./]*(?:=[^`\n]*)?)``")
-# What to type for the fields of libraries that have another name than the option that sets them.
-FLAGS_OF_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "CallOptions.batch_size": "--reward_batch_size",
-        "CheckpointSpec.every": "--save_steps",
-        "CheckpointSpec.folder": "--ckpt_path",
-        "CheckpointSpec.full=False": "--disable_ds_ckpt",
-        "CorrectionSpec.level": "--is_correction_level",
-        "CorrectionSpec.low/high": "--is_correction_threshold",
-        "CorrectionSpec.mode": "--is_correction_mode",
-        "CorrectionSpec.reject": "--is_reject",
-        "CorrectionSpec.reject_low/reject_high": "--is_reject_threshold",
-        "EntropySpec.top_quantile": "--top_entropy_quantile",
-        "EntropySpec.target": "--entropy_target",
-        "EngineSpec.tensor_parallel_size": "--vllm_tensor_parallel_size",
-        "JudgeOptions.model": "--judge_model",
-        "JudgeOptions.url": "--judge_url",
-        "ModelSpec.offload": "--ref_reward_offload",
-        "OfflineJob.model_path": "--save_path",
-        "OptimizerSpec.offload": "--adam_offload",
-        "OptimizerSpec.offload_path": "--adam_offload_path",
-        "PlacementRequest.ranks": "--X_num_nodes times --X_num_gpus_per_node",
-        "PlacementRequest.tensor_parallel_size": "--vllm_tensor_parallel_size",
-        "DynamicSampling.reward_range": "--dynamic_filtering_reward_range",
-        "ProcessEncoder.placeholder": "--placeholder_token",
-        "RemoteReward.urls": "--remote_rm_url",
-        "RewardModel.normalize": "--normalize_reward",
-        "SftEncoder.pretrain": "--pretrain_mode",
-        "adapter_rank": "--lora_rank",
-        "adapter_rank=0": "--lora_sync merge",
-        "asynchronous": "--async_train",
-        "betas": "--adam_betas",
-        "draft_model": "--vllm_draft_model",
-        "dtype=bfloat16": "--bf16",
-        "enable_sleep": "--vllm_enable_sleep",
-        "estimator": "--advantage_estimator",
-        "gpu_memory_utilization": "--vllm_gpu_memory_utilization",
-        "images": "--image_key",
-        "kl_coef": "--init_kl_coef",
-        "muon_momentum=None": "--optim adam",
-        "num_engines": "--vllm_num_engines",
-        "num_frozen_steps": "--freezing_actor_steps",
-        "num_samples": "--n_samples_per_prompt",
-        "open_sources.preset": "--preset_data",
-        "packing": "--packing_samples",
-        "parse_sources.weights": "--reward_weights",
-        "policy_loss": "--policy_loss_type",
-        "quantization": "--vllm_quantization",
-        "ranks.actor": "--actor_num_gpus_per_node",
-        "reward_ranks": "--reward_num_gpus_per_node",
-        "return_routes": "--routing_replay",
-        "save_critic": "--save_value_network",
-        "set_chat_template.text": "--tokenizer_chat_template",
-        "speculative": "--vllm_speculative",
-        "start_timeout_s": "--reward_start_timeout_s",
-        "skip_patches": "--vllm_skip_patches",
-        "teachers": "--teacher_model",
-        "tensor_parallel_size": "--ds_tensor_parallel_size",
-        "trainer_sleep": "--deepspeed_enable_sleep",
-        "overlong_buffer": "--overlong_buffer_len",
-        "whiten_std=False": "--no_advantage_std_norm",
-        "TrustedModel": "--trust_remote_code",
-        "WorkerOptions.env": "--reward_env",
-        "weight_transfer=shared_memory": "--vllm_sync_backend host",
-    }
-)
 
 
 def with_flags(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_args
 
 from rlhf_data.errors import ConfigError, FeatureError, unknown, with_hint
 from rlhf_data.options.declare import Option
+from rlhf_data.options.flag_names import FLAGS_FOR_TRL
 
 # Values by name of option. Those from a command line are text, which the schema converts.
 Values = dict[str, Any]
@@ -20,32 +21,6 @@ UNASKED = ("0", "-1", "false", "None", "none")
 _TRUE = "true"
 _SIMILAR = 0.55  # share of common letters from which flags with a common word count as similar
 _SAME_BUT_FOR_A_SLIP = 0.8  # likewise without a common word: probably a typing error
-# Arguments of TRL, whose names are not similar to those of the flags that replace them. The first flag that a command
-# has is meant; none, if no flag is needed.
-_IN_TRL = {
-    "dataset_name": ("dataset", "prompt_data"),
-    "epsilon": ("eps_clip",),
-    "epsilon_high": ("clip_eps_high",),
-    "gradient_accumulation_steps": ("train_batch_size",),
-    "lora_r": ("lora_rank",),
-    "max_completion_length": ("generate_max_len",),
-    "max_grad_norm": ("max_norm",),
-    "max_length": ("max_len",),
-    "max_prompt_length": ("prompt_max_len",),
-    "model_name_or_path": ("pretrain",),
-    "num_generations": ("n_samples_per_prompt",),
-    "num_iterations": ("max_epochs",),
-    "num_train_epochs": ("num_episodes", "max_epochs"),
-    "output_dir": ("save_path",),
-    "per_device_train_batch_size": ("micro_train_batch_size",),
-    "report_to": ("use_wandb",),
-    "resume_from_checkpoint": ("resume",),
-    "reward_funcs": ("remote_rm_url",),
-    "save_total_limit": ("max_ckpt_num",),
-    "use_peft": ("lora_rank",),
-    "use_vllm": (),
-    "weight_decay": ("l2",),
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -246,8 +221,8 @@ def nearest_flag(flag: str, names: Sequence[str]) -> str | None:
     """Return the flag that was probably meant: one that replaces an argument of TRL, or shares a word or nearly all
     letters. None if there is none."""
     name = flag.lstrip("-").replace("-", "_")
-    if name in _IN_TRL:
-        return next((f"--{known}" for known in _IN_TRL[name] if f"--{known}" in names), None)
+    if name in FLAGS_FOR_TRL:
+        return next((f"--{known}" for known in FLAGS_FOR_TRL[name] if f"--{known}" in names), None)
     words = set(name.split("_"))
     for guess in difflib.get_close_matches(name, [known.lstrip("-") for known in names], n=5, cutoff=_SIMILAR):
         if words & set(guess.split("_")) or difflib.SequenceMatcher(None, guess, name).ratio() >= _SAME_BUT_FOR_A_SLIP:
