@@ -80,6 +80,7 @@ def test_planted_faults_of_a_policy_loss_are_found_each_with_a_hint(tmp_path, bo
         ("return rewards[:3]", "returned a tensor [3]", "return [B, T] or [B]"),
         ("return rewards, {'a': rewards}", "returned metrics", "return the tensor alone"),
         ("return (rewards - rewards.mean()) / rewards[group_ids == 1].std()", "gives NaN or infinity", "deviation 0"),
+        ("x = rewards / loss_mask.sum(1); return x - x.mean()", "gives NaN or infinity", "0 trained tokens"),
         ("return rewards * scale", "returns a tensor with a gradient", "no parameters"),
         ("rewards -= rewards.mean(); return rewards", "changes `rewards` in place", "make a new tensor"),
         ("return rewards - rewards[0]", "depends on the order of the rollouts", "by `group_ids`"),

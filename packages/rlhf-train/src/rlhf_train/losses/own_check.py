@@ -13,9 +13,9 @@ from rlhf_train.algorithms.own_code import OwnCode
 from rlhf_train.algorithms.own_groups import GROUP_FUNCTIONS, check_group_function
 
 Inputs = Mapping[str, Tensor]
-# Trained tokens of the rollouts, and their groups: a response of one token, a group of one rollout, and one of equal
-# rewards, as every run has them.
-_LENGTHS = (5, 1, 7, 3, 7, 2, 4, 6)
+# Trained tokens of the rollouts, and their groups: a response of one token, one whose tokens were left out, a group of
+# one rollout, and one of equal rewards, as every run has them.
+_LENGTHS = (5, 1, 7, 3, 7, 2, 4, 0)
 _GROUPS = (0, 0, 0, 1, 2, 2, 2, 0)
 _EQUAL_GROUP = 2
 _TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # float32 sums in another order
@@ -87,8 +87,8 @@ def _run(code: OwnCode, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 
 def _trained(inputs: Inputs, result: Tensor) -> Tensor:
-    """Return the part of a result that is used: of tokens [N] or of rollouts [B]."""
-    return result[inputs["loss_mask"]] if result.ndim == 2 else result
+    """Return the part of a result that is used: of the trained tokens [N], or of the rollouts that have some."""
+    return result[inputs["loss_mask"] if result.ndim == 2 else inputs["loss_mask"].any(1)]
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -107,7 +107,8 @@ def _basics(code: OwnCode, inputs: Inputs, result: Tensor, gradient: Tensor | No
         yield "gives another result for the same tensors", "use no random numbers and keep nothing between calls"
     if not _trained(inputs, result).isfinite().all():
         hint = "clamp log-ratios before exp, and add 1e-6 to what is divided by: groups of one or of equal rewards have"
-        yield "gives NaN or infinity for finite tensors", f"{hint} the deviation 0, and advantages may be 0"
+        hint += " the deviation 0, rollouts may have 0 trained tokens, and advantages may be 0"
+        yield "gives NaN or infinity for finite tensors", hint
     if code.function == "advantages":
         if result.requires_grad:
             yield "returns a tensor with a gradient", "advantages are constants: use no parameters of your own"
