@@ -1,5 +1,7 @@
 """The command `rlhf-data inspect`: what it prints, and what it refuses."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -179,6 +181,21 @@ def test_inspect_without_rows_needs_them_and_a_dry_run_lists_that(capsys):
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["inspekt"]) == 2
     assert "hint: did you mean `inspect`?" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_with_a_hint_in_any_command(capsys):
+    """/dev/full answers each write as a full disk does; other errors of the system stay faults of the program."""
+
+    def write():
+        with open("/dev/full", "w") as file:
+            file.write("row\n")
+
+    assert exits.exit_status(write) == 1
+    error = capsys.readouterr().err
+    assert f"cannot be written: {os.strerror(errno.ENOSPC)}" in error
+    assert "\n\nhint: free space" in error
+    with pytest.raises(FileNotFoundError):
+        exits.exit_status(lambda: os.stat("/dev/none"))
 
 
 def test_command_gets_the_words_after_its_name_and_one_that_cannot_run_has_status_2(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Exit statuses of commands, how errors are shown to the user, and the choice of a command."""
 
 import atexit
+import errno
 import gc
 import os
 import re
@@ -14,6 +15,7 @@ from rlhf_data.options.flag_names import FLAGS_OF_FIELDS
 from rlhf_data.safety import visible
 
 SUCCESS, FAILURE, BAD_INPUT = 0, 1, 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNALLED = 128  # plus the number of a signal: the exit status of a process that the signal ended
 
 _FIELD = re.compile(r"``([A-Za-z][\w./]*(?:=[^`\n]*)?)``")
@@ -33,7 +35,8 @@ def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
     """Run `command` and return its exit status: 2 for bad input, `failure` for a run that failed, 130 after Ctrl-C, 143
     after SIGTERM, 141 when nobody reads stdout any more, as after `| head`.
 
-    An error for the user (`RlhfError`) is printed to stderr without a traceback, and with flags for fields.
+    An error for the user (`RlhfError`) is printed to stderr without a traceback, and with flags for fields. So is that
+    of a full disk, a quota or a limit of a file's size.
     """
     # The end of the process would search all that was imported for garbage, for up to a second.
     atexit.register(gc.freeze)
@@ -49,6 +52,13 @@ def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
     except RlhfError as error:
         print(with_flags(visible(f"error: {error}")), file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError | DataError) else failure
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        text = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
+        hint = "free space where the command writes, or name another folder; then give the same command line again"
+        print(visible(f"error: {text}\n\nhint: {hint}"), file=sys.stderr, flush=True)
+        return failure
     except KeyboardInterrupt as interrupt:
         print("\ninterrupted", file=sys.stderr)
         return _SIGNALLED + getattr(interrupt, "signal_number", signal.SIGINT)
