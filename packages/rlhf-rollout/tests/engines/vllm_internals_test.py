@@ -35,6 +35,17 @@ def test_installed_vllm_lacks_nothing_and_says_if_it_is_untested(warnings) -> No
     assert ("is untested" in warnings()) is not internals.is_tested(vllm.__version__, on_gpu=False)
 
 
+def test_graphs_of_each_engine_have_a_pool_of_their_own(monkeypatch) -> None:
+    from vllm.platforms import current_platform
+
+    pools = iter(range(3))
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
+    monkeypatch.setattr(type(current_platform), "graph_pool_handle", lambda self: next(pools), raising=False)
+    assert [current_platform.get_global_graph_pool() for _ in range(2)] == [0, 0]
+    internals.forget_graph_pool()
+    assert [current_platform.get_global_graph_pool() for _ in range(2)] == [1, 1]
+
+
 @pytest.mark.parametrize(("has_connector", "has_triton", "is_told"), [(0, 0, True), (1, 0, False), (1, 1, True)])
 def test_routes_on_a_cpu_need_triton_where_a_connector_tells_them(
     has_connector, has_triton, is_told, monkeypatch
@@ -189,6 +200,7 @@ def test_all_that_files_beside_the_patches_import_from_vllm_is_checked_at_the_st
         imported, private = of_vllm(path)
         assert imported <= known, path.name
         assert private <= {
+            "_global_graph_pool",  # set and not read: it may be missing
             "_init_amx",  # of torch
             *(path.partition(".")[0] for path in internals.ADAPTER_MANAGER),
             "_loop",

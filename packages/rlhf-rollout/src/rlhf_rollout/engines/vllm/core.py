@@ -15,6 +15,7 @@ from rlhf_rollout.engines.vllm.internals import (
     adapter_options,
     adapter_requests,
     check_core,
+    forget_graph_pool,
     multiply_adapters_on_cpu,
     replace_processors,
     rotate_heads_on_cpu,
@@ -136,6 +137,7 @@ def build_core(
     classes = register_architectures(names)
     if on_gpu:
         check_on_gpu(model_config)
+        forget_graph_pool()
         spec = fit_to_gpu(spec, model_config)
     else:
         spec = fit_to_cpu(spec, model_config, classes)

@@ -329,6 +329,17 @@ def has_full_attention(cache_manager: Any) -> bool:
 # -- what is replaced of vLLM ------------------------------------------------------------------------------------------
 
 
+def forget_graph_pool() -> None:
+    """Have the next engine of this process capture its CUDA graphs into a memory pool of its own.
+
+    vLLM has one pool per process. PyTorch 2.11 cannot capture into a pool whose graphs are gone, as they are after an
+    engine was closed.
+    """
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
+
+
 @cache
 def tell_routes_on_cpu() -> None:
     """Let vLLM be built with `enable_return_routed_experts` on a CPU, by having its kernels tell what they choose.
