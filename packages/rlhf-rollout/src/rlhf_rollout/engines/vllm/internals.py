@@ -1,16 +1,18 @@
 """What an engine needs of vLLM outside of its documented interface, and the versions on which it was tested.
 
-Another version may rename any of it. `check_vllm` looks for all of it before an engine starts. At the end of the file
-are the functions of vLLM that every engine replaces. Optional speed-ups replace parts of vLLM's scheduler and loader;
-they are in `patches`, and say themselves what they need.
+Another version may rename any of it. The names are in `internals.toml`; `check_vllm` looks for all of them before an
+engine starts. At the end of this file are the functions of vLLM that every engine replaces. Optional speed-ups replace
+parts of vLLM's scheduler and loader; they are in `patches`, and say themselves what they need.
 """
 
 import logging
 import time
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_data.errors import EngineError
@@ -29,84 +31,16 @@ SETTINGS = "rlhf"  # in vLLM's additional configuration: what an engine tells it
 
 _logger = logging.getLogger(__name__)
 
-# By module, or class of a module.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    # how an engine is configured and started
-    "vllm.config": ("set_current_vllm_config",),
-    "vllm.config.weight_transfer": ("WeightTransferConfig",),
-    "vllm.engine.arg_utils": ("EngineArgs",),
-    "vllm.model_executor.models": ("ModelRegistry",),
-    "vllm.platforms": ("current_platform",),
-    "vllm.v1.executor": ("Executor",),
-    "vllm.v1.engine.core_client": ("EngineCoreClient", "InprocClient"),
-    # the engine core, which `StepLoop` steps
-    "vllm.v1.engine": ("EngineCoreRequest",),
-    "vllm.v1.engine.core:EngineCore": ("pause_scheduler", "resume_scheduler"),
-    "vllm.v1.engine.core_client:InprocClient": (
-        "abort_requests",
-        "add_request",
-        "collective_rpc",
-        "get_output",
-        "reset_prefix_cache",
-        "shutdown",
-        "sleep",
-        "wake_up",
-    ),
-    # sampling
-    "vllm.model_executor.layers.logits_processor": ("LogitsProcessor",),
-    "vllm.sampling_params:SamplingParams": ("for_sampler_warmup",),
-    # updates of the weights
-    "vllm.distributed.weight_transfer.base": (
-        "WeightTransferEngine",
-        "WeightTransferInitInfo",
-        "WeightTransferUpdateInfo",
-    ),
-    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("_registry", "register_engine"),
-    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
-    "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
-    "vllm.model_executor.model_loader.reload": ("finalize_layerwise_reload", "initialize_layerwise_reload"),
-    "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info", "make_online_process_loader"),
-    "vllm.model_executor.model_loader.reload.meta": ("CopyCounter",),
-}
-ON_CPU: Mapping[str, tuple[str, ...]] = {
-    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": ("forward_cpu",),
-    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
-}
-ROUTES_ON_CPU: Mapping[str, tuple[str, ...]] = {  # unless `routers_tell_on_cpu`
-    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": ("forward_cpu",),
-    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": (
-        "_select_experts",
-        "supports_routing_replay_capture",
-    ),
-}
-IMAGES: Mapping[str, tuple[str, ...]] = {  # of engines that take images
-    "vllm.multimodal": ("MULTIMODAL_REGISTRY",),
-    "vllm.v1.engine.core_client:EngineCoreClient": ("reset_encoder_cache",),
-    "vllm.multimodal.inputs": (
-        "MultiModalFeatureSpec",
-        "MultiModalFieldConfig",
-        "MultiModalKwargsItems",
-        "PlaceholderRange",
-    ),
-}
-ADAPTERS: Mapping[str, tuple[str, ...]] = {  # of engines that take adapters in place of weights
-    "vllm.config.lora": ("MaxLoRARanks",),
-    "vllm.lora.lora_model:LoRAModel": ("from_lora_tensors",),
-    "vllm.lora.model_manager:LoRAModelManager": ("create_dummy_lora",),
-    "vllm.lora.peft_helper": ("PEFTHelper",),
-    "vllm.lora.request:LoRARequest": ("load_inplace",),
-    "vllm.lora.worker_manager:WorkerLoRAManager": ("_load_adapter",),
-    "vllm.v1.engine.core_client:InprocClient": ("add_lora",),
-    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ("load_lora_model",),
-}
-# Methods of vLLM's worker, which each process of an engine imports.
-WORKER = ("compile_or_warm_up_model", "determine_available_memory", "get_kv_cache_spec", "get_model", "load_model")
-ADAPTERS_ON_CPU: Mapping[str, tuple[str, ...]] = {
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": ("add_lora_linear", "token_lora_indices"),
-}
-# Attributes of a worker's manager of adapters.
-ADAPTER_MANAGER = ("_adapter_manager.model", "_adapter_manager.modules", "_adapter_manager.packed_modules", "device")
-CORE = ("engine_core.batch_queue", "engine_core.scheduler.has_requests")  # attributes of a core that has been built
+_TABLES = tomllib.loads((Path(__file__).parent / "internals.toml").read_text(encoding="utf-8"))
+NAMES: Mapping[str, Sequence[str]] = _TABLES["always"]
+ON_CPU: Mapping[str, Sequence[str]] = _TABLES["on_cpu"]
+ROUTES_ON_CPU: Mapping[str, Sequence[str]] = _TABLES["routes_on_cpu"]
+IMAGES: Mapping[str, Sequence[str]] = _TABLES["images"]
+ADAPTERS: Mapping[str, Sequence[str]] = _TABLES["adapters"]
+ADAPTERS_ON_CPU: Mapping[str, Sequence[str]] = _TABLES["adapters_on_cpu"]
+WORKER: Sequence[str] = _TABLES["attributes"]["worker"]
+ADAPTER_MANAGER: Sequence[str] = _TABLES["attributes"]["adapter_manager"]
+CORE: Sequence[str] = _TABLES["attributes"]["core"]
 
 
 def version() -> str:
