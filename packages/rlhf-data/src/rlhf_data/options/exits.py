@@ -56,7 +56,7 @@ def exit_status(command: Callable[[], int], *, failure: int = FAILURE) -> int:
         if error.errno not in _NO_ROOM:
             raise
         text = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
-        hint = "free space where the command writes, or name another folder; then give the same command line again"
+        hint = "free space where the command writes, or name another folder; commands with --resume go on with it"
         print(visible(f"error: {text}\n\nhint: {hint}"), file=sys.stderr, flush=True)
         return failure
     except KeyboardInterrupt as interrupt:
