@@ -2,6 +2,8 @@ import json
 import os
 import resource
 import stat
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 
@@ -273,6 +275,28 @@ def test_save_hf_failure_leaves_the_earlier_folder_as_it_was(model_dir, tmp_path
     state = gathered(actor)
     del state["model.model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"lacks 1 weights, such as model\.norm\.weight"):
+        save_hf(actor, state, None, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert same(AutoModelForCausalLM.from_pretrained(target), actor.model)
+
+
+@pytest.mark.parametrize("died_at", ["write_fields", "Path.rename"])
+def test_save_hf_after_a_killed_one_leaves_neither_its_files_nor_loses_the_earlier_folder(model_dir, tmp_path, died_at):
+    actor = load_actor(model_dir, dtype="float32")
+    target = save_hf(actor, None, None, tmp_path / "model")
+    kill = "lambda *_: os.kill(os.getpid(), 9)"
+    if died_at == "Path.rename":  # the earlier folder is out of its place, and the new one not yet there
+        kill = "lambda path, to, move=os.rename: move(path, to) if path.name == 'model' else os.kill(os.getpid(), 9)"
+    code = f"""import os; from pathlib import Path; from rlhf_models import weights
+from rlhf_models.loading import load_actor
+actor = load_actor({str(model_dir)!r}, dtype="float32")
+{died_at if "." in died_at else f"weights.{died_at}"} = {kill}
+weights.save_hf(actor, None, None, {str(target)!r})"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == (2 if died_at == "write_fields" else 1)
+    state = gathered(actor)
+    del state["model.model.norm.weight"]
+    with pytest.raises(CheckpointError, match="lacks 1 weights"):
         save_hf(actor, state, None, target)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert same(AutoModelForCausalLM.from_pretrained(target), actor.model)

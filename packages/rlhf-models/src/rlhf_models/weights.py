@@ -1,6 +1,7 @@
 """Export of weights: under the names of the Hugging Face checkpoint, or as a folder."""
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -95,14 +96,21 @@ def save_hf(
     """
     path = Path(path)
     with written(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-            new = Path(scratch) / "new"
+        scratch = path.with_name(f".{path.name}.partial")
+        old = scratch / "old"
+        if old.exists() and not path.exists():  # a process was killed between the two renames below
+            old.rename(path)
+        shutil.rmtree(scratch, ignore_errors=True)  # what a killed process left
+        try:
+            new = scratch / "new"
+            new.mkdir(parents=True)
             _write(model, state_dict, tokenizer, new)
             write_fields(new, fields or {})
             if path.exists():
-                path.rename(Path(scratch) / "old")
+                path.rename(old)
             new.rename(path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
