@@ -376,3 +376,8 @@ def test_run_that_any_error_ends_says_how_it_continues(tmp_path, error, more):
         (tmp_path / "checkpoints/step-1/manifest.json").touch()
     text = f"`rlhf ppo --resume {tmp_path}` continues this run from its newest checkpoint"
     assert said == [text + more.format(tmp_path)]
+    # The same command line has just been refused, by an error with a hint of its own.
+    resumed = section.model_copy(update={"resume": str(tmp_path)})
+    with pytest.raises(ConfigError), saying_how_to_resume("ppo", resumed, tmp_path, said.append):
+        raise ConfigError("the file is not the one that the run began with", hint="copy it")
+    assert len(said) == 1

@@ -149,11 +149,12 @@ def _has_results(folder: Path) -> bool:
 def saying_how_to_resume(
     command: str, section: CheckpointSection, folder: Path, notice: Callable[[str], None]
 ) -> Iterator[None]:
-    """If the run in `folder` ends early and has a checkpoint, say how it continues."""
+    """If the run in `folder` ends early and has a checkpoint, say how it continues; not where that was just refused."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if has_checkpoint(section, folder):
+        was_refused = section.continues and isinstance(error, ConfigError) and not isinstance(error, OwnCodeError)
+        if has_checkpoint(section, folder) and not was_refused:
             text = f"`rlhf {command} --resume {folder}` continues this run from its newest checkpoint"
             if isinstance(error, OwnCodeError):  # whose run refuses another content of the file
                 text += f" with the same file; to go on with a mended one, start a new run with --pretrain {folder}"
