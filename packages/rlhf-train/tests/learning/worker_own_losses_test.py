@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_train.algorithms.own_code import OwnCode
+from rlhf_train.algorithms.own_code import OwnCode, OwnCodeError
 from rlhf_train.algorithms.table import make_algorithm
 from rlhf_train.algorithms.token_specs import CorrectionSpec
 from rlhf_train.learning.advantages import advantages_and_returns
 from rlhf_train.learning.columns import RolloutColumns
 from rlhf_train.learning.experience import Experience
+from rlhf_train.losses.own import OwnTokenLoss, own_advantages
 from split_cases import NUM_ROLLOUTS, TOLERANCE, Case, all_cases, grouped_rollouts, largest_difference, split_model
 from trainer_testing import random_rollouts, run_ranks
 
@@ -89,6 +90,39 @@ def test_metrics_of_a_loss_are_means_over_the_trained_tokens_of_the_step(ran, sp
     assert metrics["policy/own_engine"] == pytest.approx(sampled.mean(), rel=1e-5)
     assert metrics["policy/own_ratio"] == pytest.approx(metrics["policy/ratio"], rel=1e-6)
     assert "policy/clip_fraction" not in metrics and "policy/clip_fraction" in ran[split, "loss", "built in"]["metrics"]
+
+
+def divided_loss(by_place, rows):
+    """Run a loss that divides by numbers of tokens: `by_place` of the trained ones, 2 and 1 in a row."""
+    code = OwnCode(
+        "policy_loss", "/nowhere/l.py", "def policy_loss(logprobs, advantages): return logprobs / advantages"
+    )
+    loss = OwnTokenLoss(code, torch.tensor([2, 1]), {"advantages": torch.tensor(by_place)})
+    return loss(torch.tensor(rows, requires_grad=True))
+
+
+def divided_advantages(monkeypatch, rewards, body):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda parts, own: parts.__setitem__(0, own))
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    own = {"rewards": torch.tensor(rewards), "group_ids": ["a", "a", "b"], "loss_mask": mask}
+    code = OwnCode("advantages", "/nowhere/a.py", f"def advantages(rewards, loss_mask): return {body}")
+    return own_advantages(code, range(3), own, counts=True)
+
+
+def test_function_that_makes_nan_of_finite_tensors_is_blamed_and_not_the_model(monkeypatch):
+    assert torch.equal(divided_loss([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]), torch.tensor([2.0, 1.0, 0.5]))
+    with pytest.raises(OwnCodeError, match=r"policy_loss of /nowhere/l.py gave NaN or infinity.*\n\nhint: "):
+        divided_loss([1.0, 0.0, 4.0], [2.0, 2.0, 2.0])
+    assert divided_loss([1.0, 2.0, 4.0], [2.0, np.nan, 2.0])[1].isnan()  # a model that has diverged
+
+    # What a rollout without trained tokens gets is not used.
+    by_length = divided_advantages(monkeypatch, [4.0, 5.0, 6.0], "rewards / loss_mask.sum(1)")
+    assert torch.equal(by_length, torch.tensor([[2.0, 2.0], [5.0, 0.0], [0.0, 0.0]]))
+    for body in ("rewards / (rewards - 4)", "(rewards / (rewards - 4))[:, None].expand(3, 2)"):
+        with pytest.raises(OwnCodeError, match=r"advantages of /nowhere/a.py gave NaN or infinity.*\n\nhint: "):
+            divided_advantages(monkeypatch, [4.0, 5.0, 6.0], body)
+    assert divided_advantages(monkeypatch, [np.nan, 5.0, 6.0], "rewards * 1.0")[0].isnan().all()
 
 
 def test_kl_of_the_reward_is_charged_to_advantages_of_your_own():

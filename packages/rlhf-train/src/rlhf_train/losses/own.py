@@ -38,6 +38,7 @@ class OwnTokenLoss:
         columns = {"logprobs": logprobs, "old_logprobs": logprobs.detach()} | self._constants
         inputs = {name: _padded(column, mask) for name, column in columns.items()}
         loss, metrics = self._code.call({**inputs, "loss_mask": mask.clone()})
+        _check_finite(self._code, loss[mask], [tensor[mask] for tensor in inputs.values()])
         self.metrics = {f"own_{name}": values.detach()[mask] for name, values in metrics.items()}
         return loss[mask]
 
@@ -75,7 +76,24 @@ def own_advantages(code: OwnCode, rows: Sequence[int], own: Mapping[str, Any], *
     batch = {name: whole(name) for name in own if name != "group_ids"}
     batch["group_ids"] = torch.from_numpy(np.unique(groups, return_inverse=True)[1])
     result, _ = code.call(batch)
+    trained = batch["loss_mask"]
+    used = result[trained if result.ndim == 2 else trained.any(1)]
+    _check_finite(code, used, [tensor[trained] if tensor.ndim == 2 else tensor for tensor in batch.values()])
     mask = own["loss_mask"]
     mine = result.detach()[np.searchsorted(place[order], np.array(rows, np.int64))]
     spread = mine[:, None].expand(mask.shape) if mine.ndim == 1 else mine[:, : mask.shape[1]]
     return spread.masked_fill(~mask, 0.0)
+
+
+def _check_finite(code: OwnCode, used: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise OwnCodeError if a function made NaN or infinity of finite numbers: learning from it would blame the model.
+
+    Args:
+        code: the function.
+        used: what is learned from of its result.
+        inputs: what it was given, without masked places. If these are not finite, the function is not to blame.
+    """
+    if used.isfinite().all() or not all(tensor.isfinite().all() for tensor in inputs):
+        return
+    hint = "mend it there: divisors may be 0, as deviations of equal rewards are; `rlhf check` looks for that"
+    raise code.error("gave NaN or infinity for finite tensors", hint)
