@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import re
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -361,7 +362,7 @@ def test_norms_on_a_cpu_sum_parts_of_at_most_2_to_the_20_elements(monkeypatch):
 
 
 def test_names_stand_in_one_file():
-    names = {*sum(OPTIMIZER_NAMES.values(), ()), *SHARD_NAMES, "_hp_mapping"} - {"optimizer"}
+    names = {*chain(*OPTIMIZER_NAMES.values()), *SHARD_NAMES, "_hp_mapping"} - {"optimizer"}
     own = Path(deepspeed_internals.__file__)
     for path in Path(rlhf_train.__file__).parent.rglob("*.py"):
         found = names & set(re.findall(r"\w+", path.read_text(encoding="utf-8")))

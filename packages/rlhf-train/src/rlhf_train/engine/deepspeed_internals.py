@@ -1,16 +1,19 @@
 """What DeepSpeed keeps under names outside of its interface: master weights, sums of gradients, shards of weights.
 
 Another version may rename them. Nothing else would then say that bfloat16 weights are saved as master weights, that
-moments are lost, or that gradients are missing in the norm. So the names stand here, and an engine looks for them when
-it starts (`check_optimizer`, `check_shards`) and tries what they lead to (`check_masters`, `check_gradient_sums`).
-`import_deepspeed` looks for those of its modules. Only this file imports private names of DeepSpeed.
+moments are lost, or that gradients are missing in the norm. So the names stand in `deepspeed_internals.toml`. An engine
+looks for them when it starts (`check_optimizer`, `check_shards`) and tries what they lead to (`check_masters`,
+`check_gradient_sums`). `import_deepspeed` looks for those of its modules. Only this file imports private names of
+DeepSpeed.
 
 `rlhf_models`, which does not depend on DeepSpeed, reads `ds_id` and `ds_shape` of weights, too.
 """
 
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,47 +27,11 @@ from rlhf_train.engine.shards import WEIGHT, Shards, WeightSlice, first_element,
 
 TESTED_VERSION = "0.19.8"
 
-# By class of DeepSpeed's optimizers: what is read, called or replaced here.
-OPTIMIZER_NAMES = {
-    # bfloat16 weights at stage 1
-    "BF16_Optimizer": (
-        "bf16_groups",
-        "bf16_partitioned_groups",
-        "fp32_groups_flat_partition",
-        "fp32_groups_gradient_flat_partition",
-        "fp32_groups_gradients",
-        "fp32_groups_gradients_flat",
-        "get_grads_for_norm",
-        "optimizer",
-        "_hp_optimizer_states_linked",
-    ),
-    # all else at stages 1 and 2
-    "DeepSpeedZeroOptimizer": ("bit16_groups", "optimizer", "single_partition_of_fp32_groups"),
-    "DeepSpeedZeroOptimizer_Stage3": (
-        "fp16_partitioned_groups_flat",
-        "fp32_partitioned_groups_flat",
-        "get_param_id",
-        "grad_partitions_flat_buffer",
-        "grad_position",
-        "ipg_buckets",
-        "optimizer",
-        "_reassign_or_swap_out_partitioned_parameters",
-        "_unflatten_partitioned_parameters",
-    ),
-}
-# Of its modules.
-MODULE_NAMES = {
-    "deepspeed.module_inject": ("LinearAllreduce", "LinearLayer", "set_autotp_mode"),
-    "deepspeed.ops": ("__compatible_ops__",),
-    "deepspeed.utils": ("logger", "safe_get_local_fp32_param"),
-}
-# Of modules that only `engine.expert_parallel` needs.
-EXPERT_NAMES = {
-    "deepspeed.module_inject.auto_ep_layer": ("combine_from_routed", "compute_split_plan", "_AllToAllV"),
-    "deepspeed.moe.layer": ("MoE",),
-    "deepspeed.utils.groups": ("_create_expert_and_data_parallel", "_get_expert_parallel_group"),
-}
-SHARD_NAMES = ("ds_id", "ds_numel", "ds_secondary_tensor", "ds_shape", "ds_tensor")  # of weights at stage 3
+_TABLES = tomllib.loads((Path(__file__).parent / "deepspeed_internals.toml").read_text(encoding="utf-8"))
+OPTIMIZER_NAMES: Mapping[str, Sequence[str]] = _TABLES["optimizers"]
+MODULE_NAMES: Mapping[str, Sequence[str]] = _TABLES["modules"]
+EXPERT_NAMES: Mapping[str, Sequence[str]] = _TABLES["expert_modules"]
+SHARD_NAMES: Sequence[str] = _TABLES["weights"]["sharded"]
 
 
 def import_deepspeed(device: str) -> Any:
