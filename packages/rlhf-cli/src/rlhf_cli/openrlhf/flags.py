@@ -1,4 +1,4 @@
-"""OpenRLHF's flags, old and new, and what each one means here, as read from the table `openrlhf.txt`."""
+"""OpenRLHF's flags, old and new, and what each one means here, as read from the table `flags.txt`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
