@@ -397,9 +397,8 @@ class StepLoop:
             if sample is None:  # aborted, but its step was already in flight
                 continue
             draft = sample.draft
-            prefilled = getattr(output, "prefill_stats", None)  # not every version of vLLM says
-            if prefilled is not None and not draft.token_ids:
-                draft.num_cached_tokens = prefilled.num_cached_tokens
+            if output.prefill_stats is not None and not draft.token_ids:
+                draft.num_cached_tokens = output.prefill_stats.num_cached_tokens
             has_stopped = sample.add(output.new_token_ids)
             if output.routed_experts is not None:
                 sample.add_routes(output.routed_experts)
