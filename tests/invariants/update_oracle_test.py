@@ -45,7 +45,7 @@ TWO_RANKS = {
     "gae": 0, "gae, GSPO": 2, "reinforce, CISPO": 3, "reinforce_baseline": 2, "group_norm": 3,
     "group_norm, GSPO, centred": 0, "dr_grpo": 3, "rloo, REINFORCE, own log-probs": 2,
     "rloo, engine's log-probs, masked": 3, "gae, stale": 2, "group_norm, teacher's distribution": 3,
-    "group_norm, uncertain tokens": 0,
+    "group_norm, uncertain tokens": 0, "online_dpo": 2,
 }  # fmt: skip
 # Versions of the weights at the start of the last steps, two updates each; tokens are 0 to 3 steps old, and half of the
 # rollouts lived through updates. After it: the versions of the parts of the first turn, by rollout number.

@@ -122,6 +122,7 @@ CASES = {
         estimator="opo", policy_loss="dppo_kl", clip_low=1e-5, clip_high=2e-5, old_logprobs="rollout",
     )),
     "remax": Case(Recipe(estimator="remax", clip_low=0.02, clip_high=0.02, old_logprobs="rollout")),
+    "online_dpo": Case(Recipe(estimator="online_dpo", kl_coef=0.3, clip_low=0.02, clip_high=0.02)),
     "max_at_k, Kimi": Case(Recipe(
         estimator="max_at_k", policy_loss="kimi", clip_low=0.02, clip_high=0.02, old_logprobs="rollout",
     )),

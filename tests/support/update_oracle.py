@@ -32,6 +32,7 @@ ESTIMATORS = {
     "opo": ("mean by tokens", "seq_mean_token_sum", False, False),
     "remax": ("greedy", "seq_mean_token_sum", False, False),
     "max_at_k": ("best of the others", "seq_mean_token_sum", False, False),
+    "online_dpo": ("best and worst", "seq_mean_token_sum", False, False),
 }
 LOSS_REDUCTIONS = {
     "gspo": "seq_mean_token_mean", "sapo": "seq_mean_token_mean", "cispo": "token_mean", "kimi": "token_mean",
@@ -116,6 +117,8 @@ class Oracle:
                 results.append((sample.reward - mean) / (np.std([s.reward for s in self.samples]) + 1e-6))
             elif self.baseline == "mean, over itself":
                 results.append((sample.reward - mean) / (mean + 1e-6) if mean > 0 else 0.0)
+            elif self.baseline == "best and worst":
+                results.append(0.0)  # `_prefer` has what takes its place
             elif self.baseline == "mean by tokens":
                 tokens = {id(s): sum(s.is_policy) for s in self.samples if s.group == sample.group}
                 weighed = sum(tokens[id(s)] * s.reward for s in self.samples if s.group == sample.group)
@@ -224,7 +227,8 @@ class Oracle:
                 if recipe.kl_coef and recipe.old_logprobs != "skip":
                     pair = self.columns["old_logprobs"][i, t], self.columns["ref_logprobs"][i, t]
                     kls.append(kl_of_token(recipe, *pair)[0])
-                    reward -= 0.0 if recipe.use_kl_loss else recipe.kl_coef * kls[-1]
+                    is_charged = not recipe.use_kl_loss and self.baseline != "best and worst"
+                    reward -= recipe.kl_coef * kls[-1] * is_charged
                 surprise = reward + gamma * next_value - values[i, t]
                 lambd = recipe.lambd if self.uses_critic else 1.0
                 advantages[i, t] = surprise + gamma * lambd * next_advantage
@@ -232,9 +236,33 @@ class Oracle:
                 next_value, next_advantage = values[i, t], advantages[i, t]
         if kls:
             self.metrics["kl/reference"] = float(np.mean(kls))
+        if self.baseline == "best and worst":
+            advantages = returns = self._prefer()
         self._keep("advantages", advantages)
         self._keep("returns", returns)
         self.metrics["value/return"] = float(np.mean(self._chosen(returns)))
+
+    def _prefer(self) -> np.ndarray:
+        """Return minus the derivatives of the groups' DPO losses by the log-probs of tokens, times the group's size."""
+        found, margins = np.zeros((len(self.samples), self.width)), []
+        old, reference = self.columns["old_logprobs"], self.columns["ref_logprobs"]
+        for group in {sample.group for sample in self.samples}:
+            rows = [i for i, sample in enumerate(self.samples) if sample.group == group]
+            best = max(rows, key=lambda i: self.samples[i].reward)
+            worst = min(rows, key=lambda i: self.samples[i].reward)
+            if (
+                self.samples[best].reward == self.samples[worst].reward
+                or not self.places[best]
+                or not self.places[worst]
+            ):
+                continue
+            ratios = {i: sum(old[i, t] - reference[i, t] for t in self.places[i]) for i in (best, worst)}
+            margins.append(self.recipe.kl_coef * (ratios[best] - ratios[worst]))
+            slope = self.recipe.kl_coef / (1 + math.exp(margins[-1])) * len(rows)
+            found[best, self.places[best]], found[worst, self.places[worst]] = slope, -slope
+        self.metrics["policy/pair_margin"] = float(np.mean(margins))
+        self.metrics["policy/pair_accuracy"] = float(np.mean(np.array(margins) > 0))
+        return found
 
     def _teach(self) -> None:
         """Add to each token's advantage how much likelier the teacher finds it, after all comparison within a group."""

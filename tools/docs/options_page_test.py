@@ -46,7 +46,8 @@ def test_page_has_every_option_of_every_command_with_its_default():
 
 def test_values_are_words_or_types_with_bounds():
     values = {row[0]: row[2] for row in rows()}
-    estimators = "gae, reinforce, reinforce_baseline, group_norm, dr_grpo, rloo, lite_ppo, maxrl, opo, remax, max_at_k"
+    estimators = "gae, reinforce, reinforce_baseline, group_norm, dr_grpo, rloo, lite_ppo, maxrl, opo, remax, "
+    estimators += "max_at_k, online_dpo"
     assert values["`--advantage_estimator`"] == estimators
     assert "| `--seed` | training | whole number at least 0 and at most 2147483647 | `42` |" in PAGE.read_text("utf-8")
     assert values["`--vllm_gpu_memory_utilization`"] == "number above 0 and at most 1"

@@ -16,6 +16,7 @@ from rlhf_train.algorithms.gae import (
     whiten,
 )
 from rlhf_train.algorithms.group import (
+    best_and_worst,
     best_gain,
     group_normalized,
     leave_one_out,
@@ -221,6 +222,7 @@ def test_leave_one_out_equal_rewards_and_single_samples_are_exactly_zero():
         ("group_mean_batch_std", [-1 / 1.000001, 1 / 1.000001]),
         ("group_mean_ratio", [-1 / 2.000001, 1 / 2.000001]),
         ("group_max", [0.0, 2.0]),
+        ("best_and_worst", [-2.0, 2.0]),
     ],
 )
 def test_relative_rewards_match_hand_values(baseline, expected):
@@ -235,6 +237,7 @@ def test_baselines_of_several_groups_match_hand_values():
     expected = {
         "group_mean_batch_std": centred / (10.4375**0.5 + 1e-6),
         "group_max": [0, 0, 3, 0, 0, 0, 2, 0],
+        "best_and_worst": [-3, 0, 3, 0, 0, 0, 2, -2],
     }
     for baseline, values in expected.items():
         found = relative_rewards(rewards, ids, baseline)
@@ -251,10 +254,13 @@ def test_baselines_of_several_groups_match_hand_values():
     np.testing.assert_allclose(undivided, centred, rtol=1e-12, atol=1e-12)
 
 
-def test_best_gain_counts_the_rollouts_of_an_episode_as_one():
+def test_best_and_worst_count_the_rollouts_of_an_episode_as_one():
     # Episode x has the mean reward 3, y 5 and z 1: y gains 2, for both of its rollouts.
-    gains = best_gain(np.array([2.0, 4.0, 4.0, 6.0, 1.0]), ["g"] * 5, ["x", "x", "y", "y", "z"])
-    assert gains.tolist() == [0.0, 0.0, 2.0, 2.0, 0.0]
+    rewards, ids, episodes = np.array([2.0, 4.0, 4.0, 6.0, 1.0]), ["g"] * 5, ["x", "x", "y", "y", "z"]
+    assert best_gain(rewards, ids, episodes).tolist() == [0.0, 0.0, 2.0, 2.0, 0.0]
+    assert best_and_worst(rewards, ids, episodes).tolist() == [0.0, 0.0, 5.0, 5.0, -5.0]
+    # The first of equal ones.
+    assert best_and_worst(np.array([1.0, 0.0, 1.0, 0.0]), ["g"] * 4).tolist() == [4.0, -4.0, 0.0, 0.0]
 
 
 def test_relative_rewards_divide_only_where_the_baseline_says_so():

@@ -212,8 +212,27 @@ def test_turns_are_compared_by_algorithms_with_a_group_only(estimator):
         make_algorithm("max_at_k", group_by="turn")
 
 
-@pytest.mark.parametrize("estimator", ["lite_ppo", "maxrl", "opo", "max_at_k", "remax"])
+@pytest.mark.parametrize("estimator", ["lite_ppo", "maxrl", "opo", "max_at_k", "remax", "online_dpo"])
 def test_estimators_that_compare_rewards_in_their_own_way_refuse_another(estimator):
     make_algorithm(estimator).check_rewards("together")
     with pytest.raises(ConfigError, match=r"each`` divides .* in place of what .* does\n\nhint: drop it"):
         make_algorithm(estimator).check_rewards("each")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kl_coef": 0.0}, r"compares with a reference model, .*\n\nhint: set ``kl_coef=0\.1``"),
+        ({"use_kl_loss": True}, r"compares with a reference model, .* and drop ``use_kl_loss``"),
+        ({"gamma": 0.9}, r"online DPO \(online_dpo\) compares whole responses\n\nhint: drop them"),
+        ({"turn_gamma": 0.5}, "compares whole responses"),
+        ({"group_by": "turn"}, "compares whole responses"),
+        ({"old_logprobs": "skip"}, "``old_logprobs=skip`` leaves nothing"),
+    ],
+    ids=str,
+)
+def test_pairs_need_a_reference_and_whole_responses(changes, reason):
+    with pytest.raises(ConfigError, match=rf"(?s){reason}"):
+        make_algorithm("online_dpo", **changes)
+    with pytest.raises(ConfigError, match=r"none`` compares no rewards, and online DPO .*\n\nhint: drop it"):
+        make_algorithm("online_dpo").check_rewards("none")

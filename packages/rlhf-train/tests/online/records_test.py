@@ -51,6 +51,7 @@ SINGLES = BatchSizes(
         ("opo", "OPO", "group_mean_by_length", "seq_mean_token_sum", False, False),
         ("remax", "ReMax", "greedy", "seq_mean_token_sum", False, False),
         ("max_at_k", "max@k", "group_max", "seq_mean_token_sum", False, False),
+        ("online_dpo", "online DPO", "best_and_worst", "seq_mean_token_sum", False, False),
     ],
 )
 def test_algorithm_of_an_estimator_has_what_its_paper_says(estimator, title, baseline, reduction, whiten, uses_critic):

@@ -50,6 +50,7 @@ RECIPES = {
     "tokens of high entropy": f"{GROUP} --top_entropy_quantile 0.2",
     "adaptive entropy": f"{GROUP} --entropy_target 0.1 --entropy_coef_step 0.001",
     "preset mis_po": "--preset mis_po",
+    "online_dpo": "--advantage_estimator online_dpo --init_kl_coef 0.1",
 }
 
 

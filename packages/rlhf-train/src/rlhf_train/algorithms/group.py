@@ -30,7 +30,8 @@ def relative_rewards(
 
     Args:
         baseline: "none" returns the rewards unchanged, "group_mean", "group_mean_std" and "group_mean_by_length" call
-            `group_normalized`, and the others `batch_normalized`, `mean_ratio`, `leave_one_out` and `best_gain`.
+            `group_normalized`, and the others `batch_normalized`, `mean_ratio`, `leave_one_out`, `best_gain` and
+            `best_and_worst`.
         divide_by_std: whether "group_mean_std" and "group_mean_batch_std" divide by the deviation; the other baselines
             never do.
         weights: [B] float, how much each reward counts; None for 1 / n. The numbers of tokens for
@@ -47,6 +48,8 @@ def relative_rewards(
         return leave_one_out(rewards, group_ids, episode_ids, weights)
     if baseline == "group_max":
         return best_gain(rewards, group_ids, episode_ids)
+    if baseline == "best_and_worst":
+        return best_and_worst(rewards, group_ids, episode_ids)
     weights = _shares(rewards, episode_ids)[1] if weights is None else weights
     if baseline in ("group_mean", "group_mean_std", "group_mean_by_length"):
         divides = divide_by_std and baseline == "group_mean_std"
@@ -293,6 +296,27 @@ def best_gain(rewards: np.ndarray, group_ids: Sequence[str], episode_ids: Sequen
         if second is not None:
             gains[best] = of_episode[best] - of_episode[second]
     return gains[episode]
+
+
+def best_and_worst(
+    rewards: np.ndarray, group_ids: Sequence[str], episode_ids: Sequence[str] | None = None
+) -> np.ndarray:
+    """Return n for the best episode of each group, -n for the worst, and 0.0 for the others.
+
+    n counts the rollouts of the group, so that a mean over rollouts becomes one over groups. The reward of an episode
+    of several rollouts is the mean of theirs. Of equal episodes the first is taken. Groups of equal rewards have 0.0.
+    """
+    episode, shares = _shares(rewards, episode_ids)
+    of_episode = np.bincount(episode, shares * rewards)
+    found = np.zeros_like(of_episode)
+    groups = np.asarray(group_ids)
+    for group in np.unique(groups):
+        in_group = groups == group
+        members = episode[in_group]
+        best, worst = members[of_episode[members].argmax()], members[of_episode[members].argmin()]
+        if of_episode[best] > of_episode[worst]:
+            found[best], found[worst] = in_group.sum(), -in_group.sum()
+    return found[episode]
 
 
 def _shares(rewards: Sequence[object], episode_ids: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,7 @@ Baseline = Literal[
     "group_mean_ratio",
     "group_mean_by_length",
     "group_max",
+    "best_and_worst",
     "greedy",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -80,7 +81,12 @@ class AlgorithmRow:
     @property
     def compares_responses(self) -> bool:
         """Whether the baseline says something of whole responses alone, and not of their turns and steps."""
-        return self.baseline in ("group_mean_by_length", "group_max", "greedy")
+        return self.baseline in ("group_mean_by_length", "group_max", "best_and_worst", "greedy")
+
+    @property
+    def prefers(self) -> bool:
+        """Whether rewards only say which of two responses is better, and log-ratios to the reference say how much."""
+        return self.baseline == "best_and_worst"
 
 
 ALGORITHMS: Mapping[str, AlgorithmRow] = {
@@ -107,6 +113,8 @@ ALGORITHMS: Mapping[str, AlgorithmRow] = {
         AlgorithmRow("remax", "ReMax", "greedy", "seq_mean_token_sum"),
         # Tang et al. 2025, arXiv:2503.19595
         AlgorithmRow("max_at_k", "max@k", "group_max", "seq_mean_token_sum"),
+        # Guo et al. 2024, arXiv:2402.04792
+        AlgorithmRow("online_dpo", "online DPO", "best_and_worst", "seq_mean_token_sum"),
     )
 }
 
@@ -240,6 +248,12 @@ class AlgorithmSpec:
         if by_turn and self.gamma != 1:
             message = f"{compares} what whole turns lead to, and ``gamma={self.gamma:g}`` discounts by token"
             raise ConfigError(message, hint="discount by turn with ``turn_gamma``, and drop ``gamma``")
+        if self.row.prefers and not self.kl_reward_coef:
+            message = f"{self.row.full_name} compares with a reference model, and ``kl_coef`` is the beta of its loss"
+            raise ConfigError(message, hint="set ``kl_coef=0.1``, and drop ``use_kl_loss``")
+        if self.row.prefers and (self.gamma != 1 or self.turn_gamma not in (None, 1)):
+            message = f"``gamma`` and ``turn_gamma`` discount by token or turn, and {self.row.full_name} compares whole"
+            raise ConfigError(f"{message} responses", hint="drop them")
         if not self.uses_reference and self.kl_target is not None:
             message = "``kl_target`` with ``kl_coef=0``: there is no KL"
             raise ConfigError(message, hint="set ``kl_coef`` above 0, or drop ``kl_target``")
@@ -328,6 +342,9 @@ class AlgorithmSpec:
             message = f"{name} changes the rewards that are trained, and not that of {self.row.title}'s greedy response"
             raise ConfigError(message, hint="drop it, or use ``estimator=rloo``")
         compares = f"``reward_normalize={normalize}``"
+        if normalize == "none" and self.row.prefers:
+            message = f"{compares} compares no rewards, and {self.row.full_name} learns from the best and the worst"
+            raise ConfigError(message, hint="drop it")
         if normalize == "each" and not self.whiten_std:
             message = f"{compares} divides rewards by their deviation, and ``whiten_std=False`` forbids it"
             raise ConfigError(message, hint="drop one of them")

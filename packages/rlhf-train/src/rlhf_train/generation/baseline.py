@@ -89,7 +89,9 @@ def subtract_baseline(
         weights=weights,
         greedy=greedy,
     )
-    if algorithm.group_by == "episode":
+    if algorithm.row.prefers:
+        whole = relative  # signs, from which nothing is subtracted
+    elif algorithm.group_by == "episode":
         whole = relative - before
     else:
         by_state = algorithm.group_by == "state"

@@ -1,6 +1,7 @@
 """The advantages and returns of a shard: its rewards, the KL penalty, the critic's values and the teacher's term."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,9 @@ def assign_advantages(
     own = None
     if spec.own_advantages is not None:
         own = own_advantages(spec.own_advantages, rows, experience.own_inputs(), counts=counts)
+    if spec.row.prefers:
+        own, pair_metrics = preferred_advantages(experience, beta=kl_coef, counts=counts)
+        metrics |= pair_metrics
     advantages, returns, kl_metrics = advantages_and_returns(
         experience, spec, last_values, kl_coef=kl_coef, device=device, own=own
     )
@@ -108,7 +112,8 @@ def advantages_and_returns(
         last_values: [B] float, the critic's value after each rollout that the length limit ended; None for 0.
         kl_coef: weight of the KL in the reward, in reward units per nat.
         device: where the scan over tokens runs. Columns are in host memory.
-        own: [B, T] float in host memory, the user's advantages, which take the place of the rewards; None without.
+        own: [B, T] float in host memory, advantages of the user or of pairs, which take the place of the rewards; None
+            without.
 
     Returns:
         [B, T] float in host memory, [B, T] float on the device, and metrics.
@@ -139,21 +144,60 @@ def advantages_and_returns(
     return advantages, returns, metrics | distillation
 
 
+def preferred_advantages(experience: Experience, *, beta: float, counts: bool) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the advantages of pairs, [B, T] float in host memory, and metrics of them. Collective.
+
+    The best response b of a group and its worst one w have other signs s, and others have none:
+
+        h_i = sum_t (old_logprob_it - ref_logprob_it)        m = beta (h_b - h_w)        A_it = s_i beta sigmoid(-m)
+
+    With weights that have not moved yet, the gradient of sum_t A_it logprob_it is that of log sigmoid(m), minus DPO's
+    loss. `experience.rewards` are s_i times the size of the group (`group.best_and_worst`), and the result is A times
+    that size. Where a response of a pair has no trained tokens, it is 0.
+
+    Args:
+        experience: the shard, with both log-probs.
+        beta: weight of the log-ratios, > 0.
+        counts: whether this rank's rollouts belong to the batch; another rank has the same ones if not.
+
+    Source: Guo et al. 2024, arXiv:2402.04792; Rafailov et al. 2023, arXiv:2305.18290.
+    """
+    mask, sizes = experience.loss_mask, experience.rewards
+    log_ratios = (experience.columns["old_logprobs"] - experience.columns["ref_logprobs"]).double().sum(dim=1)
+    own = list(zip(experience.group_ids, sizes.sign().tolist(), log_ratios.tolist(), mask.any(1).tolist(), strict=True))
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, own if counts else [])
+    margins: dict[str, float] = {}
+    signs: dict[str, set[float]] = {}
+    for group, sign, log_ratio, is_trained in (each for part in parts for each in part):
+        if sign and is_trained:
+            margins[group] = margins.get(group, 0.0) + sign * beta * log_ratio
+            signs.setdefault(group, set()).add(sign)
+    is_paired = (sizes != 0) & torch.tensor([len(signs.get(group, ())) == 2 for group in experience.group_ids])
+    of_rows = torch.tensor([margins.get(group, 0.0) for group in experience.group_ids], dtype=torch.float64)
+    weights = (sizes * beta * torch.sigmoid(-of_rows) * is_paired).float()
+    metrics = {
+        "policy/pair_margin": masked_mean(of_rows, is_paired),
+        "policy/pair_accuracy": masked_mean((of_rows > 0).float(), is_paired),
+    }
+    return weights[:, None] * mask, metrics
+
+
 def charged_rewards(experience: Experience, spec: AlgorithmSpec, *, kl_coef: float) -> tuple[Tensor, dict[str, Metric]]:
     """Return the rewards of tokens, [B, T] float, minus the KL penalty, and the metrics of the KL to the reference.
 
-    There is no penalty without a reference, nor when the KL is a term of the loss instead. With advantages of the
-    user's own, there is nothing but the penalty.
+    There is no penalty without a reference, nor when the KL is a term of the loss instead, nor for pairs, whose
+    advantages have the reference already. With advantages of the user's own, there is nothing but the penalty.
     """
     mask = experience.loss_mask
     columns = experience.columns
     rewards = torch.zeros(mask.shape)
-    if spec.own_advantages is None:
+    if spec.own_advantages is None and not spec.row.prefers:
         rewards = rewards_at_tokens(experience.rewards, experience.token_rewards, mask)
     if not spec.uses_reference or "old_logprobs" not in columns:
         return rewards, {}
     kl = kl_estimate(columns["old_logprobs"], columns["ref_logprobs"], spec.objective.kl_estimator)
-    rewards = token_rewards(rewards, kl, mask, kl_coef=0.0 if spec.use_kl_loss else kl_coef)
+    rewards = token_rewards(rewards, kl, mask, kl_coef=0.0 if spec.use_kl_loss or spec.row.prefers else kl_coef)
     return rewards, reference_kl_metrics(kl, mask, spec.objective.kl_estimator)
 
 
